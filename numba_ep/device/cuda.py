@@ -1,0 +1,133 @@
+"""The `cuda` target: kernels compiled by numba-cuda, a warp is 32 lanes of a GPU.
+
+Nothing else in the project imports numba.cuda, so that a successor can replace it.
+Importing this module creates no CUDA context.
+"""
+
+# ruff: noqa: F401 - most names are imported for the kernels, which take them from here
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# CUDA reads this when the context is created. Kernels of several ranks on one GPU wait
+# for each other: two streams that share one of the (by default 8) hardware queues would
+# make one kernel stand behind the very kernel that waits for it.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+import numba.cuda
+from numba.core import config
+
+import numba_ep
+import transport
+from numba_ep.device.cuda_ir import (
+    LANES,
+    add_release_block,
+    atomic_add,
+    block_id,
+    block_sync,
+    clock_ns,
+    compare_and_swap,
+    fence,
+    lane_id,
+    ld_acquire,
+    ld_acquire_block,
+    ld_relaxed,
+    nap,
+    num_blocks,
+    num_warps,
+    st_release,
+    st_release_block,
+    warp_id,
+    warp_sync,
+)
+from numba_ep.device.cuda_lanes import (
+    warp_any,
+    warp_broadcast,
+    warp_count_below,
+    warp_max,
+    warp_sum,
+)
+from numba_ep.device.cuda_rows import (
+    add_bf16x8,
+    copy_row,
+    store_bf16x8,
+    store_e4m3,
+    zeros_f32x8,
+)
+from numba_ep.device.cuda_runtime import Runtime
+from numba_ep.device.memory_ir import (
+    add_i32,
+    load_bf16,
+    load_bf16_magnitude,
+    load_f32,
+    load_i32,
+    load_i64,
+    load_u8,
+    magnitude_to_f32,
+    store_f32,
+    store_i32,
+    store_i64,
+    store_u8,
+)
+from transport.jit import cache_folder
+
+WARP_SIZE = LANES
+DEFAULT_NUM_SMS = 20
+# A block's warps that move rows; its coordinator is one more. A warp keeps 4 KB in
+# flight, and a read of pinned host memory takes up to 2 us: at 50 GB/s that asks for
+# 100 KB. 15 warps give 60 KB a block, so two receiving blocks (four SMs in all) fill the
+# link; 7 would need four. More warps would leave fewer than 128 registers a thread.
+WORKER_WARPS = 7
+MAX_WARPS = WORKER_WARPS + 1
+
+_folder = cache_folder(
+    "numba_ep-cuda",
+    Path(numba_ep.__file__ or "").parent,
+    Path(transport.__file__ or "").parent,
+)
+
+
+def jit(fn: Any = None, *, device: bool = False, **options: Any) -> Any:
+    """`@cuda.jit` for kernels, `@cuda.jit(device=True)` for their helpers."""
+    if fn is None:
+        return lambda f: jit(f, device=device, **options)
+    # lto=False: a kernel and its helpers are compiled as one program anyway, and what
+    # runs is the PTX that the tests look at.
+    options = {"lto": False, **options}
+    if device:
+        return numba.cuda.jit(fn, device=True, **options)
+    # A full block must fit on an SM: 128 registers a thread at most.
+    options = {"launch_bounds": (MAX_WARPS * WARP_SIZE, 1), **options}
+    # Read where the function is decorated: lent for that moment only, so that the
+    # caches of other packages stay where they are.
+    saved, config.CACHE_DIR = config.CACHE_DIR, _folder or ""
+    try:
+        return numba.cuda.jit(fn, cache=_folder is not None, **options)
+    finally:
+        config.CACHE_DIR = saved
+
+
+# `from numba_ep.device import cuda` finds this module, the package's own submodule: it
+# is what stands in for `numba.cuda`.
+cuda = sys.modules[__name__]
+
+SPINS_BEFORE_NAP = 32
+NAP_NS = 64
+
+
+@jit(device=True)
+def relax(spins: int) -> None:
+    """Called in a waiting loop with the number of turns so far."""
+    # What is due at once arrives within a few loads (0.6-2 us each). After that a nap
+    # leaves issue slots to the warps that copy, at less than one load's latency.
+    if spins >= SPINS_BEFORE_NAP:
+        nap(NAP_NS)
+
+
+def make_runtime(name: str, num_threads: int) -> Runtime:
+    """Stream and memory for one Buffer, on the calling thread's current device."""
+    return Runtime(name, num_threads)

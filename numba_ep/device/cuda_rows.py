@@ -1,0 +1,168 @@
+"""Rows on a GPU: 16 bytes a lane at a time, bfloat16 sums, float32 -> e4m3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.targetconfig import ConfigStack
+from numba.extending import intrinsic
+
+from numba_ep.device.cuda_ir import LANES, VOID, address_of, named, ptx
+from numba_ep.device.memory_ir import F32, I8, I16, I32, e4m3_code, element_pointer
+
+VECTOR_BYTES = 16
+UNROLL = 8  # vectors a lane has in flight: 4 KB a warp
+# The first compute capability that converts float32 to e4m3 itself.
+FIRST_WITH_E4M3 = (8, 9)
+GLOBAL = 1  # LLVM's number for the address space of GPU and pinned host memory
+
+
+def copier(unroll: int) -> Any:
+    """`copy_row` with `unroll` vectors of each lane in flight."""
+
+    def copy_row(typingctx, destination, source, num_bytes):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            ptx(builder, _copy_text(unroll), VOID, *args, memory=True)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return named(
+        copy_row,
+        "copy_row",
+        "The lanes copy together; addresses and size are multiples of 16 bytes.",
+    )
+
+
+def _copy_text(unroll: int) -> str:
+    # All loads of a round before its first store: the store might alias a later load,
+    # so nobody could move the loads up, and each would wait a memory latency of its own.
+    # Predicates instead of a tail loop keep that true for the last, short round too.
+    # The loop is part of the text, or the compiler would unroll it once more.
+    # Ring slots are rewritten while the kernel runs: never ld.global.nc here.
+    step = LANES * VECTOR_BYTES
+    pairs = [f"{{v{2 * k}, v{2 * k + 1}}}" for k in range(unroll)]
+    return " ".join(
+        [
+            f"{{ .reg .pred has<{unroll}>; .reg .b64 v<{2 * unroll}>, to, of, left, lane, rest;",
+            ".reg .b32 thread; mov.u32 thread, %tid.x; and.b32 thread, thread, 31;",
+            f"mul.wide.u32 lane, thread, {VECTOR_BYTES};",
+            "add.s64 to, $0, lane; add.s64 of, $1, lane; sub.s64 left, $2, lane;",
+            "mov.b64 rest, $2;",
+            "round:",
+            *(f"setp.gt.s64 has{k}, left, {k * step};" for k in range(unroll)),
+            *(
+                f"@has{k} ld.global.v2.b64 {pairs[k]}, [of+{k * step}];"
+                for k in range(unroll)
+            ),
+            *(
+                f"@has{k} st.global.v2.b64 [to+{k * step}], {pairs[k]};"
+                for k in range(unroll)
+            ),
+            f"add.s64 to, to, {unroll * step}; add.s64 of, of, {unroll * step};",
+            f"sub.s64 left, left, {unroll * step}; sub.s64 rest, rest, {unroll * step};",
+            # The same on all lanes, so that they stay together.
+            "setp.gt.s64 has0, rest, 0; @has0 bra round; }",
+        ]
+    )
+
+
+copy_row = copier(UNROLL)
+
+
+def _has_e4m3() -> bool:
+    """Whether the GPU that is compiled for converts to e4m3 itself."""
+    return ConfigStack().top().compute_capability >= FIRST_WITH_E4M3
+
+
+@intrinsic
+def store_e4m3(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+    """Convert a float32 to e4m3 (nearest even, clipped to 448) and store the byte."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        if _has_e4m3():
+            text = "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;"
+            zero = ir.Constant(F32, 0.0)
+            code = builder.trunc(ptx(builder, text, I16, zero, args[2]), I8)
+            # A NaN comes without its sign; for all else the sign is there already.
+            sign = builder.lshr(builder.bitcast(args[2], I32), ir.Constant(I32, 24))
+            sign = builder.and_(sign, ir.Constant(I32, 0x80))
+            code = builder.or_(code, builder.trunc(sign, I8))
+        else:
+            code = builder.trunc(e4m3_code(builder, args[2]), I8)
+        builder.store(code, element_pointer(builder, args[0], args[1], I8))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+_I32X4 = ir.VectorType(I32, 4)
+_SUMS = types.UniTuple(types.float32, 8)
+_HIGH_HALF = ir.Constant(I32, -65536)
+
+
+def _group_pointer(builder: Any, base: Any, group: Any) -> Any:
+    address = address_of(builder, base, group, VECTOR_BYTES)
+    return builder.inttoptr(address, ir.PointerType(_I32X4, GLOBAL))
+
+
+@intrinsic
+def zeros_f32x8(typingctx):  # type: ignore[no-untyped-def]
+    """Eight sums of +0."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return ir.Constant(ir.ArrayType(F32, 8), [0.0] * 8)
+
+    return _SUMS(), codegen
+
+
+@intrinsic
+def add_bf16x8(typingctx, total, base, group):  # type: ignore[no-untyped-def]
+    """`total` plus the eight bfloat16 of 16-byte group `group` at `base`."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        sums = args[0]
+        words = builder.load(_group_pointer(builder, args[1], args[2]), align=16)
+        for i in range(8):
+            word = builder.extract_element(words, ir.Constant(I32, i // 2))
+            if i % 2:
+                bits = builder.and_(word, _HIGH_HALF)
+            else:
+                bits = builder.shl(word, ir.Constant(I32, 16))
+            term = builder.bitcast(bits, F32)
+            one = builder.fadd(builder.extract_value(sums, i), term)
+            sums = builder.insert_value(sums, one, i)
+        return sums
+
+    return _SUMS(_SUMS, types.int64, types.int64), codegen
+
+
+def _bf16_pair(builder: Any, low: Any, high: Any) -> Any:
+    """Two float32 as two bfloat16 in one word, nearest even; NaN as on the CPU."""
+    pair = ptx(builder, "cvt.rn.bf16x2.f32 $0, $1, $2;", I32, high, low)
+    # The instruction gives 0x7fff for every NaN; the CPU keeps the sign: 0x7fc0, 0xffc0.
+    for value, shift, kept in ((low, 16, 0xFFFF0000), (high, 0, 0x0000FFFF)):
+        bits = builder.and_(builder.bitcast(value, I32), ir.Constant(I32, 0x80000000))
+        nan = builder.or_(bits, ir.Constant(I32, 0x7FC00000))
+        nan = builder.lshr(nan, ir.Constant(I32, shift))
+        nan = builder.or_(nan, builder.and_(pair, ir.Constant(I32, kept)))
+        pair = builder.select(builder.fcmp_unordered("uno", value, value), nan, pair)
+    return pair
+
+
+@intrinsic
+def store_bf16x8(typingctx, base, group, total):  # type: ignore[no-untyped-def]
+    """Round each sum to nearest even and store the eight as one 16-byte group."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        words = ir.Constant(_I32X4, ir.Undefined)
+        for i in range(4):
+            low, high = (builder.extract_value(args[2], 2 * i + j) for j in (0, 1))
+            pair = _bf16_pair(builder, low, high)
+            words = builder.insert_element(words, pair, ir.Constant(I32, i))
+        builder.store(words, _group_pointer(builder, args[0], args[1]), align=16)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, _SUMS), codegen

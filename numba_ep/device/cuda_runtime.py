@@ -1,0 +1,289 @@
+"""Stream, memory and launches of one Buffer on a GPU, through CUDA's driver API.
+
+numba-cuda compiles a kernel; from there on it is called without it: its dispatcher
+would type and convert each of some forty arguments again on every launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+from cuda.bindings import driver
+from numba import types
+
+from numba_ep.device.memory import Memory
+
+LANES = 32
+QUERIES_BEFORE_SLEEP = 200  # some 100 us of polling: most kernels end in that time
+SLEEP_S = 50e-6
+
+_HOST_FLAGS = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+_REGISTER_FLAGS = (
+    driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+)
+
+_lock = threading.Lock()
+# CUDA registers a range once a process, while several ranks of a process may share it.
+_registered: dict[tuple[int, int], int] = {}
+
+
+def call(function: Any, *args: Any) -> Any:
+    """What a driver function returns after its status.
+
+    Raises RuntimeError with the function's and the error's name.
+    """
+    status, *results = function(*args)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        raise RuntimeError(
+            f"{function.__name__}: {status.name}: {(text or b'unknown error').decode()}"
+        )
+    return results[0] if len(results) == 1 else results
+
+
+def _flatten(values: tuple[Any, ...], leaves: list[Any]) -> list[Any]:
+    for value in values:
+        if isinstance(value, tuple):
+            _flatten(value, leaves)
+        else:
+            leaves.append(value)
+    return leaves
+
+
+def argument_type(value: Any) -> Any:
+    """The kernel's type for an argument: int64, or a (Named)Tuple of such."""
+    if not isinstance(value, tuple):
+        return types.int64
+    members = [argument_type(v) for v in value]
+    fields = getattr(value, "_fields", None)
+    if len(set(members)) == 1:
+        count = len(members)
+        if fields is None:
+            return types.UniTuple(members[0], count)
+        return types.NamedUniTuple(members[0], count, type(value))
+    return (
+        types.Tuple(members)
+        if fields is None
+        else types.NamedTuple(members, type(value))
+    )
+
+
+class _Loaded(NamedTuple):
+    """A kernel in GPU memory and room for the arguments of its next launch."""
+
+    function: Any
+    layout: struct.Struct
+    values: Any
+    pointers: Any
+
+
+class Runtime:
+    """One Buffer's stream, memory and kernels. One thread at a time may use it.
+
+    num_threads: the warps of its largest grid; a GPU has no use for the number.
+    """
+
+    synchronous = False  # a launch returns at once; `synchronize` waits for it
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self.name = name
+        self._device, self._context = _current_device()
+        self._enter()
+        # Non-blocking: the default stream waits for all others, and they for it.
+        flag = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._stream = call(driver.cuStreamCreate, flag)
+        self.stream = int(self._stream)  # the handle, for other libraries
+        self._kernels: dict[Any, _Loaded] = {}
+        self._device_memory: list[int] = []
+        self._host_memory: list[int] = []
+        self._registered: list[tuple[int, int]] = []
+        self._closed = False
+
+    def _enter(self) -> None:
+        # The caller's thread may never have used CUDA, or may have used another device.
+        call(driver.cuCtxSetCurrent, self._context)
+
+    def prepare(self, kernel: Any, args: tuple[Any, ...]) -> None:
+        """Compile `kernel` for arguments like `args` and load it; runs nothing.
+
+        Loading may wait for running kernels. So all kernels must be prepared before the
+        first one runs that waits for another rank.
+        """
+        if kernel not in self._kernels:
+            self._enter()
+            self._kernels[kernel] = _load(kernel, args)
+
+    def launch(
+        self, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]
+    ) -> None:
+        """Start `kernel(*args)` as `blocks` x `warps`, in order on the Buffer's stream.
+
+        args: integers and NamedTuples of integers; all are int64 in the kernel.
+        """
+        self.prepare(kernel, args)
+        self._enter()
+        function, layout, values, pointers = self._kernels[kernel]
+        try:
+            layout.pack_into(values, 0, *_flatten(args, []))
+        except struct.error as error:
+            raise TypeError(
+                f"{kernel.__name__}: expected {layout.size // 8} arguments, counting each "
+                f"member of a NamedTuple, that fit an int64; {error}"
+            ) from None
+        grid = (blocks, 1, 1, warps * LANES, 1, 1)
+        where = ctypes.addressof(pointers)
+        call(driver.cuLaunchKernel, function, *grid, 0, self._stream, where, 0)
+
+    def resident_blocks(self, kernel: Any, warps: int, args: tuple[Any, ...]) -> int:
+        """How many blocks of `warps` warps of `kernel` the whole GPU holds at once."""
+        self.prepare(kernel, args)
+        self._enter()
+        per_sm = call(
+            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor,
+            self._kernels[kernel].function,
+            warps * LANES,
+            0,
+        )
+        number = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        return per_sm * call(driver.cuDeviceGetAttribute, number, self._device)
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Zeroed GPU memory, 256-byte aligned; the host cannot see it."""
+        self._enter()
+        pointer = call(driver.cuMemAlloc, max(num_bytes, 1))
+        self._device_memory.append(int(pointer))
+        call(driver.cuMemsetD8Async, pointer, 0, num_bytes, self._stream)
+        call(driver.cuStreamSynchronize, self._stream)
+        return Memory(int(pointer), num_bytes, None)
+
+    def allocate_host(self, num_bytes: int) -> Memory:
+        """Zeroed pinned host memory at the same address for kernels and host.
+
+        Never write-combined: the host reads it, and polls words in it.
+        """
+        self._enter()
+        address = int(call(driver.cuMemHostAlloc, max(num_bytes, 1), _HOST_FLAGS))
+        self._host_memory.append(address)
+        ctypes.memset(address, 0, num_bytes)
+        host = np.frombuffer(
+            (ctypes.c_uint8 * num_bytes).from_address(address), np.uint8
+        )
+        return Memory(
+            int(call(driver.cuMemHostGetDevicePointer, address, 0)), num_bytes, host
+        )
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Pin existing host memory until `close`; returns its address for kernels."""
+        self._enter()
+        place = (address, num_bytes)
+        with _lock:
+            if place not in _registered:
+                call(driver.cuMemHostRegister, address, num_bytes, _REGISTER_FLAGS)
+            _registered[place] = _registered.get(place, 0) + 1
+        self._registered.append(place)
+        return int(call(driver.cuMemHostGetDevicePointer, address, 0))
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Wait until all launches have ended; other Python threads run meanwhile.
+
+        Raises TimeoutError after `timeout_s`, RuntimeError where a kernel failed.
+        """
+        self._enter()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        queries = 0
+        while (status := driver.cuStreamQuery(self._stream)[0]) != 0:
+            if status != driver.CUresult.CUDA_ERROR_NOT_READY:
+                call(driver.cuStreamQuery, self._stream)
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{self.name}: the GPU is still at work after {timeout_s} s"
+                )
+            queries += 1
+            # sleep(0) only lets another thread have the interpreter.
+            time.sleep(SLEEP_S if queries > QUERIES_BEFORE_SLEEP else 0)
+
+    def copy_to_host(self, memory: Memory) -> np.ndarray:
+        """A copy of `memory` after everything launched so far, [num_bytes] uint8."""
+        self.synchronize()
+        if memory.host is not None:
+            return memory.host.copy()
+        out = np.empty(memory.num_bytes, np.uint8)
+        call(
+            driver.cuMemcpyDtoHAsync,
+            out.ctypes.data,
+            memory.address,
+            memory.num_bytes,
+            self._stream,
+        )
+        call(driver.cuStreamSynchronize, self._stream)
+        return out
+
+    def copy_from_host(self, memory: Memory, data: np.ndarray) -> None:
+        """Write `data`'s bytes to the beginning of `memory`, after all launches so far."""
+        self._enter()
+        data = np.ascontiguousarray(data)
+        if data.nbytes > memory.num_bytes:
+            raise ValueError(
+                f"data: expected at most {memory.num_bytes} bytes, got {data.nbytes}"
+            )
+        call(
+            driver.cuMemcpyHtoDAsync,
+            memory.address,
+            data.ctypes.data,
+            data.nbytes,
+            self._stream,
+        )
+        call(driver.cuStreamSynchronize, self._stream)
+
+    def close(self) -> None:
+        """Give back stream and memory; kernels must have ended. May be repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        self._enter()
+        call(driver.cuStreamDestroy, self._stream)
+        for place in self._registered:
+            _unregister(place)
+        for address in self._device_memory:
+            call(driver.cuMemFree, address)
+        for address in self._host_memory:
+            call(driver.cuMemFreeHost, address)
+
+
+def _current_device() -> tuple[Any, Any]:
+    """The calling thread's device (or the first one) and its primary context."""
+    call(driver.cuInit, 0)
+    current = call(driver.cuCtxGetCurrent)
+    device = (
+        call(driver.cuCtxGetDevice) if int(current) else call(driver.cuDeviceGet, 0)
+    )
+    return device, call(driver.cuDevicePrimaryCtxRetain, device)
+
+
+def _load(kernel: Any, args: tuple[Any, ...]) -> _Loaded:
+    signature = tuple(argument_type(a) for a in args)
+    with _lock:
+        compiled = kernel.compile(signature)._codelibrary.get_cufunc()
+        function = call(
+            driver.cuKernelGetFunction, driver.CUkernel(int(compiled.handle))
+        )
+        # CUDA loads lazily, at the first launch, unless told so.
+        call(driver.cuFuncLoad, function)
+    count = len(_flatten(args, []))
+    values = ctypes.create_string_buffer(8 * count)
+    start = ctypes.addressof(values)
+    pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
+    return _Loaded(function, struct.Struct(f"{count}q"), values, pointers)
+
+
+def _unregister(place: tuple[int, int]) -> None:
+    with _lock:
+        _registered[place] -= 1
+        if _registered[place] == 0:
+            del _registered[place]
+            call(driver.cuMemHostUnregister, place[0])

@@ -1,0 +1,360 @@
+"""One rank's end of a Buffer: memory, transport, proxy, threads, and their end.
+
+`Buffer` checks arguments and allocates outputs; everything that lives longer than one
+operation is here. Construction and `destroy` are collective, nothing else is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import transport
+from numba_ep import device as devices
+from numba_ep.bounce import receive_map, row_bytes, send_map
+from numba_ep.config import MAX_EXPERTS
+from numba_ep.errors import BufferAborted, aborted
+from numba_ep.group import Members
+from numba_ep.kernels.records import (
+    ABORT,
+    LINE_BYTES,
+    RECORD,
+    RECORD_FIELDS,
+    RESULT_EXPERTS,
+    SCRATCH_COUNTS,
+    STATE_WORDS,
+    Comm,
+)
+from transport import wr
+from transport.atomics import read_word
+from transport.fifo import FifoReader, fifo_bytes
+from transport.proxy import AbortWords, Proxy
+
+FIFO_DEPTH = 64
+WORD = 8
+
+
+class Settings(NamedTuple):
+    """What a Buffer is made with; `shared` fields must be equal on all ranks."""
+
+    num_rdma_bytes: int
+    max_channels: int
+    timeout_s: float
+    transport: str
+    device: str | None
+
+    def shared(self) -> dict[str, Any]:
+        """The fields that all ranks must agree on, by their public names."""
+        return {
+            "num_qps_per_rank": self.max_channels,
+            "transport": self.transport,
+            "device": devices.target(),
+        }
+
+
+class Endpoint:
+    """Made collectively by all ranks of `members`."""
+
+    def __init__(self, members: Members, settings: Settings) -> None:
+        self.rank, self.num_ranks = members.rank, members.num_ranks
+        self.settings = settings
+        self.device = devices.select(settings.device)
+        self.on_gpu = devices.target() == "cuda"
+        agree(members, settings)
+        compile_kernels(members, self.device)
+        self.runtime = self.device.make_runtime(f"numba_ep rank {self.rank}", 0)
+        self._map_memory()
+        self._allocate()
+        with all_or_none(members, "transport", self._undo):
+            self.transport = transport.create(
+                settings.transport, self.rank, self.num_ranks,
+                self._receive_map.num_bytes, self._send_map.num_bytes,
+            )  # fmt: skip
+        cards = members.allgather(self.transport.card())
+        with all_or_none(members, "transport", self._undo):
+            self.transport.connect(cards)
+            self.comm = self._make_comm()
+            self.proxy = self._make_proxy()
+            # It serves before the first kernel runs anywhere.
+            self.proxy.start()
+        self.transport.connected()
+        # Nothing that the finaliser holds may hold this object.
+        self.runtime.abort = functools.partial(
+            self.proxy.abort, wr.ABORT_CANCELLED, self.rank
+        )
+        self._close = weakref.finalize(
+            self, close_locally, self.proxy, self.transport, self.runtime
+        )
+        self.ended_by: BufferAborted | None = None
+
+    def _undo(self) -> None:
+        """Construction failed on some rank: release what this one has."""
+        if hasattr(self, "proxy"):
+            self.proxy.stop()
+        if hasattr(self, "transport"):
+            self.transport.close()
+        self.runtime.close()
+
+    # Memory.
+
+    def _map_memory(self) -> None:
+        half = self.settings.num_rdma_bytes // 2
+        channels = self.settings.max_channels
+        self.ring_bytes = half
+        self._receive_map = receive_map(self.num_ranks, channels, half)
+        self._send_map = send_map(self.num_ranks, channels, half)
+
+    def _allocate(self) -> None:
+        runtime, ranks = self.runtime, self.num_ranks
+        pairs = ranks * self.settings.max_channels
+        self.control = runtime.allocate_host(2 * LINE_BYTES)
+        result_words = RESULT_EXPERTS + MAX_EXPERTS // ranks
+        self.result = runtime.allocate_host(WORD * result_words)
+        self._fifo_memory = runtime.allocate_host(
+            fifo_bytes(self.settings.max_channels, FIFO_DEPTH)
+        )
+        self._state = runtime.allocate(WORD * STATE_WORDS)
+        self._cursors = runtime.allocate(2 * WORD * pairs)
+        self._tickets = runtime.allocate(LINE_BYTES * self.settings.max_channels)
+        self.notify_scratch = runtime.allocate(WORD * (SCRATCH_COUNTS + pairs))
+        self._scratch = runtime.allocate(0)
+        self._own: Any = None
+        self._own_rings: Any = None
+
+    def _make_comm(self) -> Comm:
+        receive, send = self.transport.receive, self.transport.send
+        runtime, offsets = self.runtime, self._receive_map
+        self.receive_address = runtime.register(receive.address, receive.num_bytes)
+        self.send_address = runtime.register(send.address, send.num_bytes)
+        own = self.receive_address
+        if not runtime.synchronous:
+            # On a GPU the counters of traffic with oneself lie in its own memory.
+            self._own = runtime.allocate(offsets["row counters"])
+            own = self._own.address
+        self._fifo = FifoReader(
+            _host_address(self._fifo_memory), self.settings.max_channels, FIFO_DEPTH
+        )
+        entries = self.settings.max_channels * FIFO_DEPTH * wr.ENTRY_BYTES
+        pairs = self.num_ranks * self.settings.max_channels
+        return Comm(
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            max_channels=self.settings.max_channels,
+            timeout_ns=int(self.settings.timeout_s * 1e9),
+            receive=self.receive_address,
+            own=own,
+            tails_at=offsets["tails"],
+            heads_at=offsets["heads"],
+            row_counters_at=offsets["row counters"],
+            rows_at=offsets["rows"],
+            send_rows=self.send_address + self._send_map["rows"],
+            send_rows_at=self._send_map["rows"],
+            row_bytes=row_bytes(self.num_ranks, self.settings.max_channels),
+            control=self.control.address,
+            state=self._state.address,
+            tail_cursors=self._cursors.address,
+            head_cursors=self._cursors.address + WORD * pairs,
+            fifo=self._fifo_memory.address,
+            fifo_freed=self._fifo_memory.address + entries,
+            fifo_tickets=self._tickets.address,
+            fifo_depth=FIFO_DEPTH,
+        )
+
+    def _make_proxy(self) -> Proxy:
+        aborts = self._receive_map["abort"]
+        farewells = self._receive_map["farewell"]
+        base = self.transport.receive.address
+        ranks = np.arange(self.num_ranks)
+        queues = self.settings.max_channels
+        words = AbortWords(
+            local=_host_address(self.control) + WORD * ABORT,
+            from_peers=base + aborts + ranks * LINE_BYTES,
+            at_peers=aborts + self.rank * LINE_BYTES,
+            farewells=base + farewells + ranks * queues * LINE_BYTES,
+        )
+        return Proxy(
+            self.rank, self.transport, self._fifo, words,
+            always_busy=not self.runtime.synchronous,
+        )  # fmt: skip
+
+    def rings(self) -> tuple[int, int, int, int]:
+        """Receive rings (address, offset) and send rings (address, offset)."""
+        receive_at, send_at = self._receive_map["rings"], self._send_map["rings"]
+        return (
+            self.receive_address + receive_at, receive_at,
+            self.send_address + send_at, send_at,
+        )  # fmt: skip
+
+    def own_rings(self, num_bytes: int) -> int:
+        """Address of `num_bytes` for the rings of traffic with oneself."""
+        if self._own_rings is None or self._own_rings.num_bytes < num_bytes:
+            self._own_rings = self.runtime.allocate(num_bytes)
+        return int(self._own_rings.address)
+
+    def scratch(self, num_bytes: int) -> int:
+        """Address of at least `num_bytes` for the blocks of one kernel."""
+        if self._scratch.num_bytes < num_bytes:
+            self._scratch = self.runtime.allocate(num_bytes)
+        return int(self._scratch.address)
+
+    def regions(self) -> str:
+        """The memory map, for people."""
+        return f"receive region\n{self._receive_map}\nsend region\n{self._send_map}"
+
+    # Operations.
+
+    def launch(self, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]) -> None:
+        """Run a kernel that may wait for peers; raises what ended the Buffer."""
+        self.raise_if_ended()
+        self.proxy.set_busy(True)
+        try:
+            self.runtime.launch(kernel, blocks, warps, args)
+            self.runtime.synchronize()
+        finally:
+            self.proxy.set_busy(False)
+        self.raise_if_ended()
+
+    def launch_local(self, kernel: Any, *args: Any) -> None:
+        """Run a kernel of one block that waits for nobody."""
+        self.runtime.launch(kernel, 1, self.device.ONE_BLOCK_WARPS, args)
+        self.runtime.synchronize()
+
+    def raise_if_ended(self) -> None:
+        """Raise BufferAborted, RuntimeError after destroy; the first cause stays."""
+        if not self._close.alive:
+            raise RuntimeError(f"rank {self.rank}: this Buffer has been destroyed")
+        if self.ended_by is None:
+            value = read_word(_host_address(self.control) + WORD * ABORT)
+            if value:
+                words = _words(self.control)[RECORD : RECORD + len(RECORD_FIELDS)]
+                self.ended_by = aborted(
+                    self.rank, value, words, self.settings.timeout_s, self.proxy.error
+                )
+                leave_mpi_alone()
+        if self.ended_by is not None:
+            raise type(self.ended_by)(str(self.ended_by), self.ended_by.culprit)
+
+    def result_words(self) -> np.ndarray:
+        """What notify left: [..] int64, see RESULT_* in kernels/records.py."""
+        return _words(self.result)
+
+    # The end.
+
+    def destroy(self) -> None:
+        """Collective: say farewell on every queue, wait for every peer's, release.
+
+        After an abort, or where a peer does not come in time, local and without error.
+        """
+        if not self._close.alive:
+            return
+        met = self.ended_by is None and self.runtime.synchronize(self.settings.timeout_s)
+        met = met and self._part()
+        self._close.detach()
+        close_locally(self.proxy, self.transport, self.runtime, keep_memory=not met)
+
+    def _part(self) -> bool:
+        """Whether every peer's farewell came on every queue."""
+        deadline = time.monotonic() + self.settings.timeout_s
+        if not self.proxy.drain(self.settings.timeout_s):
+            return False
+        at, queues = self._receive_map["farewell"], self.settings.max_channels
+        own = at + self.rank * queues * LINE_BYTES
+        batch = [
+            wr.counter_write(peer, queue, own + queue * LINE_BYTES, 1)
+            for peer in range(self.num_ranks)
+            for queue in range(queues)
+            if peer != self.rank
+        ]
+        if batch:
+            self.proxy.submit(np.array(batch, np.int64))
+        abort = _host_address(self.control) + WORD * ABORT
+        for peer in range(self.num_ranks):
+            base = self.transport.receive.address + at + peer * queues * LINE_BYTES
+            for queue in range(queues if peer != self.rank else 0):
+                while not read_word(base + queue * LINE_BYTES):
+                    if time.monotonic() > deadline or read_word(abort):
+                        return False
+                    time.sleep(0.0002)
+        return self.proxy.drain(max(0.1, deadline - time.monotonic()))
+
+
+def _host_address(memory: Any) -> int:
+    return int(memory.host.ctypes.data)
+
+
+def _words(memory: Any) -> np.ndarray:
+    return memory.host.view(np.int64)
+
+
+def close_locally(
+    proxy: Any, network: Any, runtime: Any, keep_memory: bool = True
+) -> None:
+    """Release one rank's own things; no peer is asked, so it is safe at exit."""
+    stopped = proxy.stop()
+    runtime.close()
+    # Memory that the thread or a peer may still write to is left to the process's end.
+    network.close(keep_memory=keep_memory or not stopped)
+
+
+def leave_mpi_alone() -> None:
+    """A peer may be dead: where MPI runs, its finalisation would end or hang us too."""
+    if "mpi4py.MPI" in sys.modules:
+        from numba_ep.group import leave_without_mpi
+
+        leave_without_mpi()
+
+
+@contextlib.contextmanager
+def all_or_none(members: Members, what: str, undo: Any = None) -> Iterator[None]:
+    """Collective: if the body fails on one rank, every rank raises."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    texts = members.allgather(None if error is None else f"{error}")
+    failed = [rank for rank, text in enumerate(texts) if text is not None]
+    if failed and undo is not None:
+        undo()
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError(f"{what}: rank {failed[0]} failed: {texts[failed[0]]}")
+
+
+def agree(members: Members, settings: Settings) -> None:
+    """Collective: raise ValueError on every rank unless shared settings are equal."""
+    everyone = members.allgather(settings.shared())
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0][name]:
+                raise ValueError(
+                    f"{name}: the ranks disagree: {everyone[0][name]!r} on rank 0, "
+                    f"{value!r} on rank {rank}"
+                )
+
+
+def compile_kernels(members: Members, device: Any) -> None:
+    """Have every kernel's machine code before the first wait of any rank.
+
+    One rank a host compiles, the others then load what it left in the cache: sixteen
+    compilers at once on two cores take four times as long.
+    """
+    from numba_ep.kernels import all_kernels
+
+    hosts = members.allgather((socket.gethostname(), os.getpid()))
+    leader = [host for host, _ in hosts].index(hosts[members.rank][0])
+    for compiles in (True, False):
+        if compiles == (members.rank == leader):
+            for kernel, args in all_kernels():
+                device.compile_kernel(kernel, args)
+        members.barrier()

@@ -1,0 +1,196 @@
+"""Combine: every row back to its token's rank, where the rows of a token are added.
+
+    even blocks  send channel block_id // 2 (kernels/sender.py): received rows, in the
+                 order in which dispatch delivered them
+    odd blocks   reduce: for each token, wait for its row from every rank that got it,
+                 add in float32 by ascending rank, round once
+
+The handle knows the position of each token's row on each ring.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numba_ep.device import (
+    WARP_SIZE,
+    add_bf16x8,
+    block_id,
+    clock_ns,
+    cuda,
+    lane_id,
+    load_f32,
+    load_i32,
+    load_i64,
+    num_warps,
+    store_bf16x8,
+    store_f32,
+    store_i64,
+    warp_id,
+    warp_sync,
+    zeros_f32x8,
+)
+from numba_ep.kernels.channel import (
+    GO_ON,
+    TIMED_OUT,
+    first_token,
+    poll_tail,
+    receive_slot,
+    rows_on,
+    wait_verdict,
+)
+from numba_ep.kernels.receiver import (
+    coordinate_receives,
+    report_receiver,
+    seen_word,
+    set_needed,
+    start_receiver,
+)
+from numba_ep.kernels.records import STATE_VERDICT
+from numba_ep.kernels.sender import (
+    block_scratch,
+    sending_block,
+)
+
+GROUP_BYTES = 16  # eight bfloat16 at a time
+
+
+@cuda.jit(device=True)
+def wait_for_row(comm, ring, arrivals, channel, src_rank, position):  # type: ignore[no-untyped-def]
+    """Wait until the row at `position` has come; False if the Buffer aborts.
+
+    A receiver may wait for one peer: senders skip, so the row it needs always comes.
+    """
+    scratch = block_scratch(ring)
+    word = seen_word(comm, warp_id(), src_rank)
+    seen = load_i64(scratch, word)
+    if position < seen:
+        return True
+    spins = 0
+    since = clock_ns()
+    while True:
+        seen = poll_tail(comm, src_rank, channel, seen)
+        if position < seen:
+            store_i64(scratch, word, seen)
+            return True
+        verdict = wait_verdict(comm, spins, since)
+        spins += 1
+        if verdict == TIMED_OUT:
+            store_i64(scratch, word, seen)
+            report_receiver(comm, ring, arrivals, channel, src_rank)
+        if verdict != GO_ON:
+            return False
+
+
+@cuda.jit(device=True)
+def wait_for_token(comm, ring, arrivals, channel, token):  # type: ignore[no-untyped-def]
+    """Wait for the token's rows from every rank that got it; False on an abort."""
+    for src_rank in range(comm.num_ranks):
+        at = token * comm.num_ranks + src_rank
+        position = load_i32(arrivals.positions, at)
+        if position >= 0 and not wait_for_row(
+            comm, ring, arrivals, channel, src_rank, position
+        ):
+            return False
+    return True
+
+
+@cuda.jit(device=True)
+def reduce_token(comm, ring, arrivals, channel, token, rows):  # type: ignore[no-untyped-def]
+    """bias_0 + bias_1 + the token's rows by ascending rank, in float32, rounded once."""
+    first = token * rows.row_bytes
+    for group in range(lane_id(), rows.row_bytes // GROUP_BYTES, WARP_SIZE):
+        total = zeros_f32x8()
+        if arrivals.bias_0 != 0:
+            total = add_bf16x8(total, arrivals.bias_0 + first, group)
+        if arrivals.bias_1 != 0:
+            total = add_bf16x8(total, arrivals.bias_1 + first, group)
+        for src_rank in range(comm.num_ranks):
+            at = token * comm.num_ranks + src_rank
+            position = load_i32(arrivals.positions, at)
+            if position >= 0:
+                slot = receive_slot(comm, ring, src_rank, channel, position)
+                total = add_bf16x8(total, slot, group)
+        store_bf16x8(rows.x + first, group, total)
+
+
+@cuda.jit(device=True)
+def reduce_weights(comm, ring, arrivals, channel, token, rows):  # type: ignore[no-untyped-def]
+    """Sum of the token's weights over ranks, ascending, for each top-k position."""
+    if rows.topk_weights == 0:
+        return
+    for k in range(lane_id(), rows.num_topk, WARP_SIZE):
+        total = np.float32(0)
+        for src_rank in range(comm.num_ranks):
+            at = token * comm.num_ranks + src_rank
+            position = load_i32(arrivals.positions, at)
+            if position >= 0:
+                slot = receive_slot(comm, ring, src_rank, channel, position)
+                total += load_f32(slot + rows.row_bytes, k)
+        store_f32(rows.topk_weights, token * rows.num_topk + k, total)
+
+
+@cuda.jit(device=True)
+def set_next_needed(comm, ring, arrivals, channel, token, stop, src_rank):  # type: ignore[no-untyped-def]
+    """This warp next needs the first row from `src_rank` of `token` or a later one.
+
+    Looking ahead matters: a warp whose next row lies beyond the ring's end would
+    otherwise hold back the credit that this row is waiting for.
+    """
+    needed = rows_on(arrivals.channel_prefix, src_rank, channel, ring.num_channels)
+    while token < stop:
+        position = load_i32(arrivals.positions, token * comm.num_ranks + src_rank)
+        if position >= 0:
+            needed = position
+            break
+        token += num_warps() - 1
+    set_needed(comm, ring, src_rank, needed)
+
+
+@cuda.jit(device=True)
+def advance_needed(comm, ring, arrivals, channel, token, stop):  # type: ignore[no-untyped-def]
+    """`token` is reduced: tell the coordinator what this warp needs next."""
+    for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
+        at = token * comm.num_ranks + src_rank
+        # Where this token had no row, the next needed position is still the same.
+        if load_i32(arrivals.positions, at) >= 0:
+            set_next_needed(
+                comm, ring, arrivals, channel, token + num_warps() - 1, stop, src_rank
+            )
+    warp_sync()
+
+
+@cuda.jit(device=True)
+def reduce_rows(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped-def]
+    """A receiver warp: reduce every (num_warps - 1)-th token of the channel."""
+    token = first_token(arrivals.num_tokens, channel, ring.num_channels) + warp_id()
+    stop = first_token(arrivals.num_tokens, channel + 1, ring.num_channels)
+    for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
+        set_next_needed(comm, ring, arrivals, channel, token, stop, src_rank)
+    while token < stop:
+        if not wait_for_token(comm, ring, arrivals, channel, token):
+            return
+        reduce_token(comm, ring, arrivals, channel, token, rows)
+        reduce_weights(comm, ring, arrivals, channel, token, rows)
+        warp_sync()
+        advance_needed(comm, ring, arrivals, channel, token, stop)
+        token += num_warps() - 1
+
+
+@cuda.jit
+def combine_kernel(comm, ring, plan, arrivals, sent, reduced):  # type: ignore[no-untyped-def]
+    """Send the rows of `sent` by `plan`, reduce what comes into `reduced`.
+
+    Grid: 2 x num_channels blocks; at least two warps a block.
+    """
+    if load_i64(comm.state, STATE_VERDICT) != 0:
+        return
+    channel = block_id() // 2
+    if block_id() % 2 == 0:
+        sending_block(comm, ring, plan, sent, channel)
+        return
+    start_receiver(comm, ring)
+    if warp_id() == num_warps() - 1:
+        coordinate_receives(comm, ring, arrivals, reduced, channel)
+    else:
+        reduce_rows(comm, ring, arrivals, reduced, channel)

@@ -1,0 +1,144 @@
+"""Dispatch: every token to every rank that holds one of its experts.
+
+    even blocks  send channel block_id // 2 (kernels/sender.py)
+    odd blocks   receive it: slot -> user row, ordered by (source rank, token)
+
+The last warp of a block is its coordinator. `notify` has run before: every rank knows
+how many rows come from where, so nobody waits for a row that does not exist.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numba_ep.device import (
+    WARP_SIZE,
+    block_id,
+    copy_row,
+    cuda,
+    lane_id,
+    load_f32,
+    load_i32,
+    load_i64,
+    num_warps,
+    store_f32,
+    store_i64,
+    warp_id,
+    warp_sync,
+)
+from numba_ep.kernels.channel import (
+    over_peers,
+    poll_tail,
+    receive_slot,
+    rows_before,
+    rows_on,
+)
+from numba_ep.kernels.receiver import (
+    coordinate_receives,
+    needed_word,
+    report_receiver,
+    seen_word,
+    set_needed,
+    start_receiver,
+)
+from numba_ep.kernels.records import STATE_VERDICT
+from numba_ep.kernels.sender import (
+    block_scratch,
+    sending_block,
+)
+
+
+@cuda.jit(device=True)
+def unpack_row(comm, arrivals, slot, rows, row):  # type: ignore[no-untyped-def]
+    """Slot -> user row `row`; expert ids become local, others' get -1 and weight 0."""
+    lane = lane_id()
+    copy_row(rows.x + row * rows.row_bytes, slot, rows.row_bytes)
+    scales = slot + rows.row_bytes
+    for i in range(lane, rows.num_scales, WARP_SIZE):
+        scale = load_f32(scales, i)
+        store_f32(rows.scales, row * rows.token_stride + i * rows.scale_stride, scale)
+    if rows.topk_idx != 0:
+        ids = scales + 4 * rows.num_scales
+        weights = ids + 4 * rows.num_topk
+        first = comm.rank * arrivals.num_local_experts
+        for k in range(lane, rows.num_topk, WARP_SIZE):
+            local = load_i32(ids, k) - first
+            is_local = 0 <= local and local < arrivals.num_local_experts
+            at = row * rows.num_topk + k
+            store_i64(rows.topk_idx, at, local if is_local else -1)
+            if rows.topk_weights != 0:
+                weight = load_f32(weights, k)
+                store_f32(rows.topk_weights, at, weight if is_local else np.float32(0))
+
+
+@cuda.jit(device=True)
+def first_row(ring, arrivals, src_rank, channel):  # type: ignore[no-untyped-def]
+    """The user row of position 0 from `src_rank` on this channel."""
+    prefix = arrivals.channel_prefix
+    row = rows_before(prefix, src_rank, channel, ring.num_channels)
+    if src_rank > 0:
+        row += load_i32(arrivals.rank_prefix, src_rank - 1)
+    return row
+
+
+@cuda.jit(device=True)
+def unpack_from(comm, ring, arrivals, rows, channel, src_rank):  # type: ignore[no-untyped-def]
+    """Unpack this warp's rows that have arrived from one source.
+
+    Returns (rows unpacked, whether any are left).
+    """
+    scratch = block_scratch(ring)
+    needed = needed_word(comm, warp_id(), src_rank)
+    position = load_i64(scratch, needed)
+    count = rows_on(arrivals.channel_prefix, src_rank, channel, ring.num_channels)
+    if position >= count:
+        return 0, False
+    seen = load_i64(scratch, seen_word(comm, warp_id(), src_rank))
+    if position >= seen:
+        seen = poll_tail(comm, src_rank, channel, seen)
+        store_i64(scratch, seen_word(comm, warp_id(), src_rank), seen)
+    first = first_row(ring, arrivals, src_rank, channel)
+    unpacked = 0
+    # Exactly the rows that the row of notify announced, never "up to tail".
+    while position < min(seen, count):
+        slot = receive_slot(comm, ring, src_rank, channel, position)
+        unpack_row(comm, arrivals, slot, rows, first + position)
+        position += num_warps() - 1
+        unpacked += 1
+        warp_sync()
+        if lane_id() == 0:
+            set_needed(comm, ring, src_rank, position)
+    warp_sync()
+    return unpacked, position < count
+
+
+receive_rows = over_peers(unpack_from, report_receiver)
+
+
+@cuda.jit(device=True)
+def start_positions(comm, ring):  # type: ignore[no-untyped-def]
+    """Rows of a source are dealt to the receiver warps in turn."""
+    for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
+        needed = needed_word(comm, warp_id(), src_rank)
+        store_i64(block_scratch(ring), needed, warp_id())
+    warp_sync()
+
+
+@cuda.jit
+def dispatch_kernel(comm, ring, plan, arrivals, sent, received):  # type: ignore[no-untyped-def]
+    """Send the rows of `sent` by `plan`, fill `received` by `arrivals`.
+
+    Grid: 2 x num_channels blocks; at least two warps a block.
+    """
+    if load_i64(comm.state, STATE_VERDICT) != 0:
+        return
+    channel = block_id() // 2
+    if block_id() % 2 == 0:
+        sending_block(comm, ring, plan, sent, channel)
+        return
+    start_receiver(comm, ring)
+    if warp_id() == num_warps() - 1:
+        coordinate_receives(comm, ring, arrivals, received, channel)
+    else:
+        start_positions(comm, ring)
+        receive_rows(comm, ring, arrivals, received, channel)

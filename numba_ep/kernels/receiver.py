@@ -1,0 +1,128 @@
+"""What the receiving blocks of dispatch and combine share: progress, and the receiver
+coordinator, which returns credit for the rows that no warp needs any more.
+
+Every receiver warp keeps, per source, the next position that it still needs. What lies
+below the smallest of them has been read by all.
+"""
+
+from __future__ import annotations
+
+from numba_ep.device import (
+    WARP_SIZE,
+    block_sync,
+    cuda,
+    lane_id,
+    ld_acquire_block,
+    load_i64,
+    num_warps,
+    st_release_block,
+    store_i64,
+    warp_broadcast,
+    warp_id,
+    warp_sync,
+)
+from numba_ep.kernels.channel import (
+    cursor,
+    over_peers,
+    report_timeout,
+    return_credit,
+    rows_on,
+)
+from numba_ep.kernels.records import RECEIVE_COORDINATOR, RECEIVER
+from numba_ep.kernels.sender import block_scratch, move_cursors
+
+# A receiving block's scratch: for every warp and source the next position it needs, then
+# for every warp and source the tail seen (the coordinator's: the credit returned).
+
+
+@cuda.jit(device=True)
+def needed_word(comm, warp, src_rank):  # type: ignore[no-untyped-def]
+    """Scratch index of the next position that `warp` needs from `src_rank`."""
+    return warp * comm.num_ranks + src_rank
+
+
+@cuda.jit(device=True)
+def seen_word(comm, warp, src_rank):  # type: ignore[no-untyped-def]
+    """Scratch index of the tail that `warp` has seen from `src_rank`."""
+    return (num_warps() + warp) * comm.num_ranks + src_rank
+
+
+@cuda.jit(device=True)
+def start_receiver(comm, ring):  # type: ignore[no-untyped-def]
+    """Before the first wait: nothing is read, seen or returned."""
+    for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
+        store_i64(block_scratch(ring), needed_word(comm, warp_id(), src_rank), 0)
+        store_i64(block_scratch(ring), seen_word(comm, warp_id(), src_rank), 0)
+    block_sync()
+
+
+@cuda.jit(device=True)
+def set_needed(comm, ring, src_rank, position):  # type: ignore[no-untyped-def]
+    """This warp has read what it needs from `src_rank` below `position`. One lane."""
+    index = needed_word(comm, warp_id(), src_rank)
+    # Release: the head that follows from this must not overtake the reads of the slot.
+    st_release_block(block_scratch(ring), index, position)
+
+
+@cuda.jit(device=True)
+def smallest_needed(comm, ring, src_rank, count):  # type: ignore[no-untyped-def]
+    """Rows from `src_rank` that every receiver warp is done with."""
+    smallest = count
+    for warp in range(num_warps() - 1):
+        index = needed_word(comm, warp, src_rank)
+        smallest = min(smallest, ld_acquire_block(block_scratch(ring), index))
+    return warp_broadcast(smallest)
+
+
+@cuda.jit(device=True)
+def credit_for(comm, ring, arrivals, rows, channel, src_rank):  # type: ignore[no-untyped-def]
+    """Return the credit of one source once a chunk, or the rest, has been read.
+
+    Returns (times credit was returned, whether any rows are left).
+    """
+    count = rows_on(arrivals.channel_prefix, src_rank, channel, ring.num_channels)
+    index = seen_word(comm, warp_id(), src_rank)
+    returned = load_i64(block_scratch(ring), index)
+    if returned >= count:
+        return 0, False
+    consumed = smallest_needed(comm, ring, src_rank, count)
+    if consumed - returned < ring.chunk and consumed < count:
+        return 0, True
+    if lane_id() == 0:
+        return_credit(comm, src_rank, channel, consumed)
+    store_i64(block_scratch(ring), index, consumed)
+    warp_sync()
+    return 1, consumed < count
+
+
+@cuda.jit(device=True)
+def report_role(comm, ring, arrivals, channel, src_rank, role):  # type: ignore[no-untyped-def]
+    """The status record of a receiving role that waited for `src_rank` in vain."""
+    scratch = block_scratch(ring)
+    start = cursor(comm, comm.head_cursors, src_rank, channel)
+    tail = start + load_i64(scratch, seen_word(comm, warp_id(), src_rank))
+    head = start + load_i64(scratch, needed_word(comm, warp_id(), src_rank))
+    count = rows_on(arrivals.channel_prefix, src_rank, channel, ring.num_channels)
+    report_timeout(comm, role, src_rank, channel, head, tail, start + count)
+
+
+@cuda.jit(device=True)
+def report_receiver(comm, ring, arrivals, channel, src_rank):  # type: ignore[no-untyped-def]
+    """The status record of a receiver warp."""
+    report_role(comm, ring, arrivals, channel, src_rank, RECEIVER)
+
+
+@cuda.jit(device=True)
+def report_coordinator(comm, ring, arrivals, channel, src_rank):  # type: ignore[no-untyped-def]
+    """The status record of a receiver coordinator."""
+    report_role(comm, ring, arrivals, channel, src_rank, RECEIVE_COORDINATOR)
+
+
+return_credits = over_peers(credit_for, report_coordinator)
+
+
+@cuda.jit(device=True)
+def coordinate_receives(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped-def]
+    """The receiver coordinator: return all credit, then move the cursors, once."""
+    if return_credits(comm, ring, arrivals, rows, channel):
+        move_cursors(comm, ring, arrivals.channel_prefix, channel, comm.head_cursors)

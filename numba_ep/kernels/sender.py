@@ -1,0 +1,222 @@
+"""The two sending roles, the same in dispatch and in combine.
+
+    sender warps        user row -> slot of the send ring, wherever there is credit
+    sender coordinator  a chunk whose rows are all packed -> FIFO entry
+
+The rows for one peer are dealt to the warps in turn, so that a single peer still gets
+the whole block's bandwidth. Warps therefore finish out of order: they count into one
+word a chunk, and the coordinator publishes a chunk when its count is complete.
+"""
+
+from __future__ import annotations
+
+from numba_ep.device import (
+    WARP_SIZE,
+    add_release_block,
+    block_id,
+    block_sync,
+    copy_row,
+    cuda,
+    lane_id,
+    ld_acquire_block,
+    load_f32,
+    load_i32,
+    load_i64,
+    num_warps,
+    store_f32,
+    store_i32,
+    store_i64,
+    warp_broadcast,
+    warp_id,
+    warp_sync,
+)
+from numba_ep.kernels.channel import (
+    cursor,
+    first_token,
+    over_peers,
+    poll_credit,
+    publish_chunk,
+    report_timeout,
+    rows_before,
+    rows_on,
+    send_slot,
+)
+from numba_ep.kernels.records import SEND_COORDINATOR, SENDER
+
+# A sending block's scratch: a packed count for every (peer, chunk of the ring), then for
+# every warp and peer the next position, then for every warp and peer the credit seen.
+
+
+@cuda.jit(device=True)
+def packed_count(ring, dst_rank, position):  # type: ignore[no-untyped-def]
+    """Scratch index of the count of packed rows in the chunk of `position`."""
+    chunks = ring.capacity // ring.chunk
+    return dst_rank * chunks + position // ring.chunk % chunks
+
+
+@cuda.jit(device=True)
+def block_scratch(ring):  # type: ignore[no-untyped-def]
+    """Address of this block's scratch."""
+    return ring.scratch + block_id() * ring.scratch_words * 8
+
+
+@cuda.jit(device=True)
+def warp_scratch(comm, ring):  # type: ignore[no-untyped-def]
+    """Address of this warp's scratch: 2 words a peer, behind the packed counts."""
+    chunks = ring.capacity // ring.chunk
+    words = comm.num_ranks * chunks + warp_id() * 2 * comm.num_ranks
+    return block_scratch(ring) + words * 8
+
+
+@cuda.jit(device=True)
+def row_of(ring, plan, dst_rank, channel, position):  # type: ignore[no-untyped-def]
+    """Which user row is `position` on the ring to `dst_rank`."""
+    if plan.token_list != 0:
+        first = first_token(plan.num_tokens, channel, ring.num_channels)
+        return load_i32(plan.token_list, dst_rank * plan.num_tokens + first + position)
+    row = rows_before(plan.channel_prefix, dst_rank, channel, ring.num_channels)
+    if dst_rank > 0:
+        row += load_i32(plan.rank_prefix, dst_rank - 1)
+    return row + position
+
+
+@cuda.jit(device=True)
+def pack_row(slot, rows, row):  # type: ignore[no-untyped-def]
+    """User row `row` -> slot: x | scales | top-k ids | top-k weights."""
+    lane = lane_id()
+    copy_row(slot, rows.x + row * rows.row_bytes, rows.row_bytes)
+    scales = slot + rows.row_bytes
+    first = row * rows.token_stride
+    for i in range(lane, rows.num_scales, WARP_SIZE):
+        scale = load_f32(rows.scales, first + i * rows.scale_stride)
+        store_f32(scales, i, scale)
+    ids = scales + 4 * rows.num_scales
+    weights = ids
+    if rows.topk_idx != 0:
+        weights += 4 * rows.num_topk
+        for k in range(lane, rows.num_topk, WARP_SIZE):
+            store_i32(ids, k, load_i64(rows.topk_idx, row * rows.num_topk + k))
+    if rows.topk_weights != 0:
+        for k in range(lane, rows.num_topk, WARP_SIZE):
+            weight = load_f32(rows.topk_weights, row * rows.num_topk + k)
+            store_f32(weights, k, weight)
+
+
+@cuda.jit(device=True)
+def start_sender(comm, ring):  # type: ignore[no-untyped-def]
+    """Before the first wait: no row is packed, every warp begins with its own first."""
+    own = warp_scratch(comm, ring)
+    counts = comm.num_ranks * (ring.capacity // ring.chunk)
+    lanes = num_warps() * WARP_SIZE
+    for i in range(warp_id() * WARP_SIZE + lane_id(), counts, lanes):
+        store_i64(block_scratch(ring), i, 0)
+    for peer in range(lane_id(), comm.num_ranks, WARP_SIZE):
+        store_i64(own, peer, warp_id())
+        store_i64(own, comm.num_ranks + peer, 0)
+    block_sync()
+
+
+@cuda.jit(device=True)
+def pack_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-untyped-def]
+    """Pack this warp's next rows for one peer, at most a chunk's worth of positions.
+
+    Returns (rows packed, whether any are left).
+    """
+    own = warp_scratch(comm, ring)
+    position = load_i64(own, dst_rank)
+    count = rows_on(plan.channel_prefix, dst_rank, channel, ring.num_channels)
+    if position >= count:
+        return 0, False
+    credit = load_i64(own, comm.num_ranks + dst_rank)
+    if position >= credit:
+        credit = poll_credit(comm, ring, dst_rank, channel, credit)
+        store_i64(own, comm.num_ranks + dst_rank, credit)
+    packed = 0
+    stop = min(count, credit, position + ring.chunk)
+    while position < stop:
+        row = row_of(ring, plan, dst_rank, channel, position)
+        pack_row(send_slot(comm, ring, dst_rank, channel, position), rows, row)
+        warp_sync()
+        if lane_id() == 0:
+            # Release to the coordinator: the row is packed before it is counted.
+            scratch = block_scratch(ring)
+            add_release_block(scratch, packed_count(ring, dst_rank, position), 1)
+        position += num_warps() - 1
+        packed += 1
+    store_i64(own, dst_rank, position)
+    warp_sync()
+    return packed, position < count
+
+
+@cuda.jit(device=True)
+def report_sender(comm, ring, plan, channel, dst_rank):  # type: ignore[no-untyped-def]
+    """The status record of a sender warp that waited for credit in vain."""
+    own = warp_scratch(comm, ring)
+    start = cursor(comm, comm.tail_cursors, dst_rank, channel)
+    head = start + load_i64(own, comm.num_ranks + dst_rank) - ring.capacity
+    tail = start + load_i64(own, dst_rank)
+    expected = tail + 1 - ring.capacity
+    report_timeout(comm, SENDER, dst_rank, channel, head, tail, expected)
+
+
+send_rows = over_peers(pack_for, report_sender)
+
+
+@cuda.jit(device=True)
+def publish_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-untyped-def]
+    """Publish the next chunk for one peer if all its rows are packed.
+
+    Returns (chunks published, whether any are left).
+    """
+    own = warp_scratch(comm, ring)
+    done = load_i64(own, dst_rank)
+    count = rows_on(plan.channel_prefix, dst_rank, channel, ring.num_channels)
+    if done >= count:
+        return 0, False
+    expected = min(ring.chunk, count - done)
+    packed = packed_count(ring, dst_rank, done)
+    scratch = block_scratch(ring)
+    # Acquire from the sender warps: the rows come before their count.
+    if warp_broadcast(ld_acquire_block(scratch, packed)) != expected:
+        return 0, True
+    if lane_id() == 0:
+        # Nobody counts here again before this chunk's credit has come back.
+        store_i64(scratch, packed, 0)
+        publish_chunk(comm, ring, dst_rank, channel, done, expected)
+    store_i64(own, dst_rank, done + expected)
+    warp_sync()
+    return 1, done + expected < count
+
+
+@cuda.jit(device=True)
+def report_coordinator(comm, ring, plan, channel, dst_rank):  # type: ignore[no-untyped-def]
+    """The status record of a sender coordinator whose warps packed no row any more."""
+    start = cursor(comm, comm.tail_cursors, dst_rank, channel)
+    tail = start + load_i64(warp_scratch(comm, ring), dst_rank)
+    report_timeout(comm, SEND_COORDINATOR, dst_rank, channel, tail, tail, tail + 1)
+
+
+publish_chunks = over_peers(publish_for, report_coordinator)
+
+
+@cuda.jit(device=True)
+def move_cursors(comm, ring, prefix, channel, cursors):  # type: ignore[no-untyped-def]
+    """The operation is over on this channel: the next one starts behind its rows."""
+    for peer in range(lane_id(), comm.num_ranks, WARP_SIZE):
+        moved = cursor(comm, cursors, peer, channel)
+        moved += rows_on(prefix, peer, channel, ring.num_channels)
+        store_i64(cursors, peer * comm.max_channels + channel, moved)
+
+
+@cuda.jit(device=True)
+def sending_block(comm, ring, plan, rows, channel):  # type: ignore[no-untyped-def]
+    """One channel's sending block: its last warp coordinates."""
+    start_sender(comm, ring)
+    if warp_id() < num_warps() - 1:
+        send_rows(comm, ring, plan, rows, channel)
+        return
+    for peer in range(lane_id(), comm.num_ranks, WARP_SIZE):
+        store_i64(warp_scratch(comm, ring), peer, 0)
+    warp_sync()
+    if publish_chunks(comm, ring, plan, rows, channel):
+        move_cursors(comm, ring, plan.channel_prefix, channel, comm.tail_cursors)

@@ -1,0 +1,158 @@
+"""Host atomics for compiled code, as Numba intrinsics over (base address, index).
+
+Every word that another thread, process or device may change is read through these. A
+plain array load in a waiting loop is moved out of the loop by the compiler, and no
+plain load or store orders anything on a weakly ordered CPU.
+
+A word is a 64-bit integer at `base + 8 * index`, aligned to 8 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+
+
+def word_pointer(builder: Any, base: Any, index: Any, width: Any = I64) -> Any:
+    """`base` as a pointer and `index` as an element: keeps loops open to SIMD."""
+    pointer = builder.inttoptr(base, width.as_pointer())
+    return builder.gep(pointer, [index])
+
+
+def libc_function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """The external C function `name` in the module being built."""
+    try:
+        return builder.module.get_global(name)
+    except KeyError:
+        kind = ir.FunctionType(result, arguments)
+        return ir.Function(builder.module, kind, name)
+
+
+@intrinsic
+def load_relaxed(typingctx, base, index):  # type: ignore[no-untyped-def]
+    """The word, atomically and in no order with anything else."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.load_atomic(word_pointer(builder, *args), "monotonic", 8)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def load_acquire(typingctx, base, index):  # type: ignore[no-untyped-def]
+    """The word; nothing after this load is seen as older than the store it reads."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.load_atomic(word_pointer(builder, *args), "acquire", 8)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_release(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+    """Write the word after everything that this thread wrote before."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer = word_pointer(builder, args[0], args[1])
+        builder.store_atomic(args[2], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_add(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+    """Add to the word, acquire and release; the value before is returned."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer = word_pointer(builder, args[0], args[1])
+        return builder.atomic_rmw("add", pointer, args[2], "acq_rel")
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def compare_and_swap(typingctx, base, index, expected, value):  # type: ignore[no-untyped-def]
+    """Write `value` where the word is `expected`; the word before is returned."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer = word_pointer(builder, args[0], args[1])
+        pair = builder.cmpxchg(pointer, args[2], args[3], "acq_rel", "acquire")
+        return builder.extract_value(pair, 0)
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def fence(typingctx):  # type: ignore[no-untyped-def]
+    """Order everything before against everything after, for all observers."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def pause(typingctx):  # type: ignore[no-untyped-def]
+    """Tell the core that this is a waiting loop (nothing on CPUs without such a hint)."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        if llvmlite.binding.get_process_triple().startswith("x86_64"):
+            hint = libc_function(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+            builder.call(hint, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def yield_core(typingctx):  # type: ignore[no-untyped-def]
+    """Let another thread run on this core: `sched_yield(2)`."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        builder.call(libc_function(builder, "sched_yield", I32, []), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def clock_ns(typingctx):  # type: ignore[no-untyped-def]
+    """Monotonic time in nanoseconds (`time.monotonic_ns`)."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        # Room for struct timespec; in the entry block, or a loop would eat the stack.
+        with builder.goto_entry_block():
+            timespec = builder.alloca(ir.ArrayType(I64, 2))
+        read = libc_function(builder, "clock_gettime", I32, [I32, I8.as_pointer()])
+        monotonic = ir.Constant(I32, 1)
+        builder.call(read, [monotonic, builder.bitcast(timespec, I8.as_pointer())])
+        both = builder.load(timespec)
+        seconds = builder.extract_value(both, 0)
+        nanoseconds = builder.extract_value(both, 1)
+        billion = ir.Constant(I64, 1_000_000_000)
+        return builder.add(builder.mul(seconds, billion), nanoseconds)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def copy_bytes(typingctx, destination, source, num_bytes):  # type: ignore[no-untyped-def]
+    """`memcpy` between two addresses that do not overlap."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointers = [builder.inttoptr(a, I8.as_pointer()) for a in args[:2]]
+        kind = [I8.as_pointer(), I8.as_pointer(), I64]
+        memcpy = libc_function(builder, "memcpy", I8.as_pointer(), kind)
+        builder.call(memcpy, [*pointers, args[2]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen

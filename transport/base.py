@@ -1,0 +1,66 @@
+"""What a transport is: two regions of memory a rank, queues between ranks, writes.
+
+Ordering contract, the only one the protocol relies on:
+on one (peer, queue) a counter write becomes visible at the peer only after every write
+posted to that (peer, queue) before it is visible there. Nothing is promised between
+queues or between peers. Counters are absolute values, so a repeated or a late older
+write does no harm: readers keep the largest value they have seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+
+class MemoryRegion(NamedTuple):
+    """Registered memory: its address in this process and its size in bytes."""
+
+    address: int
+    num_bytes: int
+
+
+class TransportError(RuntimeError):
+    """The transport failed: message names the peer and what usually causes it."""
+
+    def __init__(self, message: str, peer: int = -1) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class Transport(Protocol):
+    """One rank's end of the network. Every method is called from one thread at a time.
+
+    receive: region that peers write. send: region that this rank's writes read from.
+    """
+
+    name: str
+    receive: MemoryRegion
+    send: MemoryRegion
+
+    def card(self) -> Any:
+        """What peers need to reach this rank (keys, addresses): sent by allgather."""
+
+    def connect(self, cards: list[Any]) -> None:
+        """Make the queues to every peer from all ranks' cards, in rank order."""
+
+    def connected(self) -> None:
+        """Called once every rank has returned from `connect`."""
+
+    def post(self, batch: np.ndarray) -> np.ndarray:
+        """Start the writes of `batch`, [n, NUM_FIELDS] int64, in order.
+
+        Returns the positions that were refused because their queue is full, ascending.
+        Once one entry of a queue is refused, so are the later ones of that queue.
+        Raises TransportError where a queue has failed.
+        """
+
+    def poll(self) -> int:
+        """Reap completions; returns how many posted requests are still under way."""
+
+    def peer_is_dead(self, peer: int) -> bool:
+        """True only where the transport knows that the peer's process has ended."""
+
+    def close(self, keep_memory: bool = False) -> None:
+        """Release everything in order. `keep_memory`: a peer may still write here."""

@@ -1,0 +1,269 @@
+"""The proxy: one thread a rank that posts what the kernels ask for.
+
+    FIFO entry -> copied out, FIFO slot freed -> posted, or parked until its queue has
+    room -> completion reaped
+
+A request that its queue refuses is parked in a list of that queue alone: other queues go
+on (a combine deadlocks otherwise), and order within the queue stays. The proxy runs until
+`stop`, also after an abort, because its peers may still need to be told. It makes no MPI
+call, ever.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from transport import wr
+from transport.atomics import read_word, swap_word, wait_any
+from transport.base import Transport, TransportError
+from transport.fifo import FifoReader
+
+BATCH = 64
+LIVENESS_S = 0.25
+IDLE_NS = 20_000_000
+
+
+class AbortWords(NamedTuple):
+    """Where the words are that end a Buffer.
+
+    local: address of the word that this rank's kernels check.
+    from_peers: address of the word that each peer writes, [num_ranks] int64.
+    at_peers: offset in every peer's receive region of the word for this rank.
+    farewells: address of the word in which each peer says farewell, [num_ranks] int64.
+    """
+
+    local: int
+    from_peers: np.ndarray
+    at_peers: int
+    farewells: np.ndarray
+
+
+@dataclass
+class Statistics:
+    """Counts since the start; bytes are data bytes, counters not included."""
+
+    puts: int = 0
+    put_bytes: int = 0
+    counter_writes: int = 0
+    posts: int = 0
+    refused: int = 0
+    replaced_counters: int = 0
+    most_parked: int = 0
+    idle_waits: int = 0
+
+
+class Proxy:
+    """Drains `fifo` into `transport` from a thread of its own."""
+
+    def __init__(
+        self, rank: int, transport: Transport, fifo: FifoReader, abort: AbortWords,
+        always_busy: bool = False,
+    ) -> None:  # fmt: skip
+        self.rank, self._transport, self._fifo = rank, transport, fifo
+        self._abort, self._always_busy = abort, always_busy
+        self._peers = [p for p in range(len(abort.from_peers)) if p != rank]
+        self._batch = np.empty((BATCH, wr.NUM_FIELDS), np.int64)
+        self._parked: dict[tuple[int, int], deque[np.ndarray]] = {}
+        self._direct: deque[np.ndarray] = deque()
+        self._stop_word = np.zeros(1, np.int64)
+        own_words = [abort.local, self._stop_word.ctypes.data]
+        self._words = np.concatenate(
+            [fifo.words, abort.from_peers, np.array(own_words, np.int64)]
+        )
+        self._seen = np.zeros_like(self._words)
+        self._statistics = Statistics()
+        self._busy = always_busy
+        self._wake = threading.Event()
+        self._told_peers = False
+        self._watched = set(self._peers)
+        self._next_liveness = time.monotonic() + LIVENESS_S
+        self._pending = 0
+        self._idle_rounds = 0
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, name=f"numba_ep proxy {rank}", daemon=True
+        )
+
+    def start(self) -> None:
+        """Begin to serve; before the first kernel runs anywhere."""
+        self._thread.start()
+
+    def set_busy(self, busy: bool) -> None:
+        """Tell the proxy that kernels run (it polls) or that none does (it sleeps)."""
+        self._busy = busy or self._always_busy
+        if busy:
+            self._wake.set()
+
+    def submit(self, batch: np.ndarray) -> None:
+        """Post `batch`, [n, NUM_FIELDS] int64, past the FIFOs, from any thread."""
+        self._direct.append(np.ascontiguousarray(batch, np.int64))
+        self._wake.set()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is queued, parked or under way; False on timeout."""
+        deadline = time.monotonic() + timeout_s
+        rounds = self._idle_rounds
+        self._wake.set()
+        # An idle round that began after now has seen every queue empty.
+        while self._idle_rounds < rounds + 2:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                return False
+            self._wake.set()
+            time.sleep(0.0001)
+        return True
+
+    def abort(self, cause: int, culprit: int) -> None:
+        """End the Buffer here and at every peer; the first cause stays."""
+        swap_word(self._abort.local, 0, wr.abort_value(cause, culprit))
+        self._wake.set()
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """End the thread; True once it has ended."""
+        self._stop_word[0] = 1
+        self._wake.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def statistics(self) -> Statistics:
+        """A copy of the counts, for people and tests."""
+        return replace(self._statistics)
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._stop_word[0]:
+            try:
+                self._step()
+            except BaseException as error:
+                self._fail(error)
+        # Peers that still wait must hear of an abort that came with the stop.
+        self._tell_peers()
+
+    def _step(self) -> None:
+        count = self._fifo.pop(self._batch)
+        if count:
+            self._post(self._batch[:count])
+        direct = len(self._direct)
+        for _ in range(direct):
+            self._post(self._direct.popleft())
+        if self._parked:
+            self._retry()
+        self._pending = self._transport.poll()
+        if not (count or direct or self._parked or self._pending):
+            self._idle()
+
+    def _post(self, batch: np.ndarray) -> None:
+        if self.error is not None:
+            return
+        if self._parked:
+            # Order within a queue: behind its parked requests nothing may overtake.
+            behind = [(int(e[wr.PEER]), int(e[wr.QUEUE])) in self._parked for e in batch]
+            for entry in batch[behind]:
+                self._park(entry)
+            batch = batch[np.logical_not(behind)]
+        if len(batch):
+            self._offer(batch)
+
+    def _offer(self, batch: np.ndarray) -> None:
+        refused = self._transport.post(batch)
+        taken = batch
+        if len(refused):
+            for position in refused:
+                self._park(batch[position])
+            self._statistics.refused += len(refused)
+            taken = np.delete(batch, refused, axis=0)
+        puts = taken[:, wr.OPCODE] == wr.PUT
+        num_puts = int(puts.sum())
+        self._statistics.posts += 1
+        self._statistics.puts += num_puts
+        self._statistics.counter_writes += len(taken) - num_puts
+        self._statistics.put_bytes += int(taken[puts, wr.NUM_BYTES].sum())
+
+    def _park(self, entry: np.ndarray) -> None:
+        line = self._parked.setdefault(
+            (int(entry[wr.PEER]), int(entry[wr.QUEUE])), deque()
+        )
+        if entry[wr.OPCODE] == wr.COUNTER:
+            for earlier in line:
+                same = earlier[wr.COUNTER_AT] == entry[wr.COUNTER_AT]
+                if earlier[wr.OPCODE] == wr.COUNTER and same:
+                    earlier[wr.VALUE] = max(earlier[wr.VALUE], entry[wr.VALUE])
+                    self._statistics.replaced_counters += 1
+                    return
+        line.append(entry.copy())
+        parked = sum(len(waiting) for waiting in self._parked.values())
+        self._statistics.most_parked = max(self._statistics.most_parked, parked)
+
+    def _retry(self) -> None:
+        lines, self._parked = self._parked, {}
+        if self.error is None:
+            for line in lines.values():
+                self._offer(np.stack(list(line)))
+
+    def _idle(self) -> None:
+        self._statistics.idle_waits += 1
+        self._idle_rounds += 1
+        self._watch_aborts()
+        if time.monotonic() > self._next_liveness:
+            self._watch_peers()
+        fifos = len(self._fifo.words)
+        self._words[:fifos] = self._fifo.words
+        self._seen[:fifos] = self._fifo.seen
+        busy = self._busy
+        # The busy mark is read before the words: what a kernel committed before the
+        # mark went down is seen here, and the sleep below cannot miss it.
+        changed = wait_any(self._words, self._seen, IDLE_NS if busy else 0)
+        if not changed and not busy:
+            self._wake.wait(IDLE_NS / 1e9)
+        self._wake.clear()
+
+    def _watch_aborts(self) -> None:
+        fifos = len(self._fifo.words)
+        for i in range(fifos, len(self._words) - 1):
+            value = read_word(int(self._words[i]))
+            if value != self._seen[i]:
+                self._seen[i] = value
+                swap_word(self._abort.local, 0, value)
+        self._seen[-2] = read_word(self._abort.local)
+        if self._seen[-2]:
+            self._tell_peers()
+
+    def _watch_peers(self) -> None:
+        self._next_liveness = time.monotonic() + LIVENESS_S
+        for peer in list(self._watched):
+            if self._transport.peer_is_dead(peer):
+                self._watched.discard(peer)
+                if read_word(int(self._abort.farewells[peer])):
+                    continue  # it has left in good order
+                swap_word(self._abort.local, 0, wr.abort_value(wr.ABORT_DEAD, peer))
+
+    def _tell_peers(self) -> None:
+        """Write the abort word to every peer, one at a time: some may be gone."""
+        value = read_word(self._abort.local)
+        if not value or self._told_peers:
+            return
+        self._told_peers = True
+        for peer in self._peers:
+            request = wr.counter_write(peer, 0, self._abort.at_peers, value)
+            try:
+                self._transport.post(np.array([request], np.int64))
+            except Exception:
+                continue
+
+    def _fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+        peer = error.peer if isinstance(error, TransportError) else self.rank
+        swap_word(
+            self._abort.local, 0, wr.abort_value(wr.ABORT_TRANSPORT, peer)
+        )  # fmt: skip
+        self._parked.clear()
+        self._tell_peers()
+        time.sleep(0.001)  # an error that repeats must not burn a core
