@@ -52,7 +52,7 @@ def missing_tool() -> str | None:
 
 
 def pretend(capability: str) -> Any:
-    """Select the cuda target and make numba-cuda believe in a GPU; returns the target."""
+    """Select the cuda target and make numba-cuda believe in a GPU of `capability`."""
     from numba_ep import device
 
     device._chosen = importlib.import_module("numba_ep.device.cuda")
@@ -102,7 +102,9 @@ def every_name_kernel() -> Any:
         number = d.load_bf16(rows, lane) + d.magnitude_to_f32(size)
         d.store_e4m3(out, lane, number)
         sums = d.add_bf16x8(d.zeros_f32x8(), rows, lane)
-        d.store_bf16x8(out, lane, d.add_bf16x8(sums, rows, lane + np.int64(d.WARP_SIZE)))
+        d.store_bf16x8(
+            out, lane, d.add_bf16x8(sums, rows, lane + np.int64(d.WARP_SIZE))
+        )
         count = d.warp_count_below(number > 0) + d.warp_max(seen)
         count += d.warp_sum(count) + d.warp_broadcast(count)
         if d.warp_any(count == seen):
@@ -115,7 +117,9 @@ def every_name_kernel() -> Any:
 def all_kernels() -> list[tuple[Any, tuple[Any, ...]]]:
     """(kernel, argument types) of the project's kernels, and of `every_name`."""
     listed = importlib.import_module("numba_ep.kernels").all_kernels()
-    argument_type = importlib.import_module("numba_ep.device.cuda_runtime").argument_type
+    argument_type = importlib.import_module(
+        "numba_ep.device.cuda_runtime"
+    ).argument_type
     listed = [*listed, (every_name_kernel(), (0, 0, 0, 0))]
     return [(kernel, tuple(map(argument_type, args))) for kernel, args in listed]
 
@@ -179,7 +183,8 @@ def compile_everywhere(
     """`compile_all` by compute capability, a few at a time."""
     workers = min(len(capabilities), os.cpu_count() or 1, 4)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        return dict(zip(capabilities, pool.map(compile_apart, capabilities)))
+        results = list(pool.map(compile_apart, capabilities))
+    return dict(zip(capabilities, results, strict=True))
 
 
 def main() -> int:

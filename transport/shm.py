@@ -165,11 +165,14 @@ def _create_file(num_bytes: int) -> tuple[int, Path]:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_nlink == 0:
+                raise BlockingIOError
             # Without reserved pages a full /dev/shm is a SIGBUS at some later store.
             os.posix_fallocate(file, 0, num_bytes)
             return file, path
         except BlockingIOError:
-            os.close(file)  # another rank took it for an orphan: it removes it
+            # Not locked yet, it was taken for an orphan and is being removed.
+            os.close(file)
         except OSError as error:
             path.unlink(missing_ok=True)
             os.close(file)

@@ -78,9 +78,9 @@ from transport.jit import cache_folder
 WARP_SIZE = LANES
 DEFAULT_NUM_SMS = 20
 # A block's warps that move rows; its coordinator is one more. A warp keeps 4 KB in
-# flight, and a read of pinned host memory takes up to 2 us: at 50 GB/s that asks for
-# 100 KB. 15 warps give 60 KB a block, so two receiving blocks (four SMs in all) fill the
-# link; 7 would need four. More warps would leave fewer than 128 registers a thread.
+# flight, so the ten receiving blocks of 20 SMs keep 280 KB: a read of pinned host memory
+# takes up to 2 us, and 50 GB/s over 2 us are 100 KB. 15 warps would move more on fewer
+# SMs, but they leave 128 registers a thread, and dispatch and combine want 160.
 WORKER_WARPS = 7
 MAX_WARPS = WORKER_WARPS + 1
 
@@ -100,7 +100,7 @@ def jit(fn: Any = None, *, device: bool = False, **options: Any) -> Any:
     options = {"lto": False, **options}
     if device:
         return numba.cuda.jit(fn, device=True, **options)
-    # A full block must fit on an SM: 128 registers a thread at most.
+    # Known to the compiler, so that a full block always fits on an SM.
     options = {"launch_bounds": (MAX_WARPS * WARP_SIZE, 1), **options}
     # Read where the function is decorated: lent for that moment only, so that the
     # caches of other packages stay where they are.

@@ -22,7 +22,7 @@ GLOBAL = 1  # LLVM's number for the address space of GPU and pinned host memory
 def copier(unroll: int) -> Any:
     """`copy_row` with `unroll` vectors of each lane in flight."""
 
-    def copy_row(typingctx, destination, source, num_bytes):  # type: ignore[no-untyped-def]
+    def copy(typingctx, destination, source, num_bytes):  # type: ignore[no-untyped-def]
         def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
             ptx(builder, _copy_text(unroll), VOID, *args, memory=True)
             return context.get_dummy_value()
@@ -30,7 +30,7 @@ def copier(unroll: int) -> Any:
         return types.void(types.int64, types.int64, types.int64), codegen
 
     return named(
-        copy_row,
+        copy,
         "copy_row",
         "The lanes copy together; addresses and size are multiples of 16 bytes.",
     )
@@ -43,30 +43,26 @@ def _copy_text(unroll: int) -> str:
     # The loop is part of the text, or the compiler would unroll it once more.
     # Ring slots are rewritten while the kernel runs: never ld.global.nc here.
     step = LANES * VECTOR_BYTES
-    pairs = [f"{{v{2 * k}, v{2 * k + 1}}}" for k in range(unroll)]
-    return " ".join(
-        [
-            f"{{ .reg .pred has<{unroll}>; .reg .b64 v<{2 * unroll}>, to, of, left, lane, rest;",
-            ".reg .b32 thread; mov.u32 thread, %tid.x; and.b32 thread, thread, 31;",
-            f"mul.wide.u32 lane, thread, {VECTOR_BYTES};",
-            "add.s64 to, $0, lane; add.s64 of, $1, lane; sub.s64 left, $2, lane;",
-            "mov.b64 rest, $2;",
-            "round:",
-            *(f"setp.gt.s64 has{k}, left, {k * step};" for k in range(unroll)),
-            *(
-                f"@has{k} ld.global.v2.b64 {pairs[k]}, [of+{k * step}];"
-                for k in range(unroll)
-            ),
-            *(
-                f"@has{k} st.global.v2.b64 [to+{k * step}], {pairs[k]};"
-                for k in range(unroll)
-            ),
-            f"add.s64 to, to, {unroll * step}; add.s64 of, of, {unroll * step};",
-            f"sub.s64 left, left, {unroll * step}; sub.s64 rest, rest, {unroll * step};",
-            # The same on all lanes, so that they stay together.
-            "setp.gt.s64 has0, rest, 0; @has0 bra round; }",
-        ]
-    )
+    turn = unroll * step
+    every = range(unroll)
+    pairs = [f"{{v{2 * k}, v{2 * k + 1}}}" for k in every]
+    lines = [
+        f"{{ .reg .pred has<{unroll}>; .reg .b64 v<{2 * unroll}>;",
+        ".reg .b64 to, of, lane, left, rest; .reg .b32 thread;",
+        "mov.u32 thread, %tid.x; and.b32 thread, thread, 31;",
+        f"mul.wide.u32 lane, thread, {VECTOR_BYTES};",
+        "add.s64 to, $0, lane; add.s64 of, $1, lane;",
+        "sub.s64 left, $2, lane; mov.b64 rest, $2;",
+        "round:",
+        *(f"setp.gt.s64 has{k}, left, {k * step};" for k in every),
+        *(f"@has{k} ld.global.v2.b64 {pairs[k]}, [of+{k * step}];" for k in every),
+        *(f"@has{k} st.global.v2.b64 [to+{k * step}], {pairs[k]};" for k in every),
+        f"add.s64 to, to, {turn}; add.s64 of, of, {turn};",
+        f"sub.s64 left, left, {turn}; sub.s64 rest, rest, {turn};",
+        # `rest` is the same on all lanes, so that they stay together.
+        "setp.gt.s64 has0, rest, 0; @has0 bra round; }",
+    ]
+    return " ".join(lines)
 
 
 copy_row = copier(UNROLL)
