@@ -231,8 +231,10 @@ def time_rounds(
     """Rounds of all sides in turn. Returns seconds, [num_rounds, len(STEPS)], of the
     slowest rank at each step; its total is that of one rank, not the sum of these."""
     local = np.zeros((len(sides), NUM_WARMUP_ROUNDS + num_rounds, len(STEPS)))
+    in_order = list(enumerate(sides.values()))
     for round_index in range(local.shape[1]):
-        for side_index, side in enumerate(sides.values()):
+        # There and back: no side always runs in the wake of the same other one.
+        for side_index, side in in_order if round_index % 2 == 0 else in_order[::-1]:
             _, seconds = run_round(side, comm, inputs)
             local[side_index, round_index] = seconds
     slowest = np.empty_like(local)

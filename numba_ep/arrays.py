@@ -130,3 +130,24 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str, fill: int | None = None
     if fill is None:
         return library.empty(shape, kind)
     return library.full(shape, fill, kind)
+
+
+def from_host(array: np.ndarray, on_gpu: bool) -> Any:
+    """A NumPy array as one that a Buffer on this device takes (CuPy on a GPU)."""
+    if not on_gpu:
+        return array
+    import cupy
+
+    # Bytes travel as integers: not every release knows the dtypes of ml_dtypes.
+    raw = cupy.asarray(array.view(f"u{array.dtype.itemsize}"))
+    return raw.view(array.dtype)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """The NumPy array with the same bits."""
+    if isinstance(array, np.ndarray):
+        return array
+    import cupy
+
+    raw = cupy.asarray(array).view(f"u{array.dtype.itemsize}")
+    return cupy.asnumpy(raw).view(array.dtype)

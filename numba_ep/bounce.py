@@ -1,7 +1,7 @@
 """The memory of a Buffer, laid out in one place: named regions and their offsets.
 
-    receive region (peers write)   tails | heads | row counters | abort | farewell | rows
-                                   | receive rings
+    receive region (peers write)   tails | heads | row counters | abort | farewell |
+                                   probe | rows | receive rings
     send region (the NIC reads)    rows | send rings
     local (kernels, host)          state | cursors | FIFO tickets;  control;  FIFO
 
@@ -49,7 +49,7 @@ def row_bytes(num_ranks: int, max_channels: int) -> int:
 
 
 def receive_map(num_ranks: int, max_channels: int, ring_bytes: int) -> MemoryMap:
-    """The region that peers write."""
+    """The region that peers write. `probe`: counters of plain puts, when measuring."""
     counters = num_ranks * max_channels * LINE_BYTES
     rows = 2 * num_ranks * row_bytes(num_ranks, max_channels)
     return (
@@ -59,6 +59,7 @@ def receive_map(num_ranks: int, max_channels: int, ring_bytes: int) -> MemoryMap
         .add("row counters", num_ranks * LINE_BYTES)
         .add("abort", num_ranks * LINE_BYTES)
         .add("farewell", counters)
+        .add("probe", num_ranks * LINE_BYTES)
         .add("rows", rows)
         .add("rings", ring_bytes)
     )

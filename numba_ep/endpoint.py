@@ -194,6 +194,11 @@ class Endpoint:
             self.send_address + send_at, send_at,
         )  # fmt: skip
 
+    @property
+    def probe_at(self) -> int:
+        """Offset in every receive region of the counters of plain puts, one a rank."""
+        return self._receive_map["probe"]
+
     def own_rings(self, num_bytes: int) -> int:
         """Address of `num_bytes` for the rings of traffic with oneself."""
         if self._own_rings is None or self._own_rings.num_bytes < num_bytes:

@@ -7,6 +7,7 @@ Buffer needs, so one function runs under mpirun and here:
 
 import pickle
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -88,16 +89,12 @@ class _Meeting:
                 self.running.discard(rank)
                 self.cond.notify_all()
 
-    def over(self) -> bool:
-        return not self.running or self.abort_reason is not None
-
 
 class ThreadGroup:
     """One rank's end of the group; made by spawn.
 
-    Objects travel pickled, as in mpi4py's lower-case methods: receivers get copies, and
-    what cannot be pickled raises at its sender. To share an object itself, which only
-    threads can, let the ranks' function close over it.
+    Objects travel pickled, as in mpi4py's lower-case methods: receivers get copies. To
+    share an object itself, which only threads can, let the ranks' function close over it.
     """
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
@@ -163,17 +160,20 @@ def spawn(
     """
     if num_ranks < 1 or (timeout_s is not None and not timeout_s > 0):
         raise ValueError(f"expected both positive: {num_ranks=}, {timeout_s=}")
+    deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
     meeting = _Meeting(num_ranks)
     try:
         for rank in range(num_ranks):
             threading.Thread(target=meeting.run, args=(fn, rank), daemon=True).start()
         with meeting.cond:
-            if not meeting.cond.wait_for(meeting.over, timeout_s):
-                waiting = {rank: name for rank, (name, _) in meeting.slots.items()}
-                raise TimeoutError(
-                    f"ranks {sorted(meeting.running)} of {num_ranks} still running after "
-                    f"{timeout_s} s; of these waiting for others: {waiting}"
-                )
+            while meeting.running and meeting.abort_reason is None:
+                if time.monotonic() > deadline:
+                    waiting = {rank: name for rank, (name, _) in meeting.slots.items()}
+                    raise TimeoutError(
+                        f"ranks {sorted(meeting.running)} of {num_ranks} still running "
+                        f"after {timeout_s} s; of these waiting for others: {waiting}"
+                    )
+                meeting.cond.wait(0.1)  # a Ctrl-C just before a wait does not end it
     except BaseException as error:
         meeting.abort(f"spawn raises {type(error).__name__}")
         raise

@@ -308,8 +308,8 @@ library = ctypes.CDLL(MPI.__file__)
 Handle = ctypes.c_int if MPI._sizeof(MPI.Comm) == 4 else ctypes.c_void_p
 key = ctypes.c_int()
 abort = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p)
-library.MPI_Comm_create_keyval(ctypes.c_void_p(0), abort, ctypes.byref(key), None)
-library.MPI_Comm_set_attr(Handle(MPI.COMM_SELF.handle), key, None)
+assert library.MPI_Comm_create_keyval(abort, abort, ctypes.byref(key), None) == 0
+assert library.MPI_Comm_set_attr(Handle(MPI.COMM_SELF.handle), key, None) == 0
 atexit.register(print, "atexit ran")
 """
 LEAVE = """

@@ -240,7 +240,7 @@ def test_ctrl_c_in_the_caller_aborts_the_group() -> None:
         group.Barrier()  # every thread has been started
         if group.Get_rank() == 0:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)  # the caller, not this rank, aborts
+            time.sleep(0.5)  # the caller, not this rank, aborts
             return
         try:
             group.Barrier()

@@ -58,7 +58,7 @@ from numba_ep.device.cuda_rows import (
     store_e4m3,
     zeros_f32x8,
 )
-from numba_ep.device.cuda_runtime import Runtime
+from numba_ep.device.cuda_runtime import Runtime, load
 from numba_ep.device.memory_ir import (
     add_i32,
     load_bf16,
@@ -78,11 +78,13 @@ from transport.jit import cache_folder
 WARP_SIZE = LANES
 DEFAULT_NUM_SMS = 20
 # A block's warps that move rows; its coordinator is one more. A warp keeps 4 KB in
-# flight, so the ten receiving blocks of 20 SMs keep 280 KB: a read of pinned host memory
-# takes up to 2 us, and 50 GB/s over 2 us are 100 KB. 15 warps would move more on fewer
-# SMs, but they leave 128 registers a thread, and dispatch and combine want 160.
+# flight, so the ten receiving blocks of 20 SMs keep 280 KB: a read of pinned host
+# memory takes up to 2 us, and 50 GB/s over 2 us are 100 KB. 15 warps would move more
+# on few SMs, but leave 128 registers a thread, and dispatch and combine want 160.
 WORKER_WARPS = 7
 MAX_WARPS = WORKER_WARPS + 1
+CAST_GRID = (264, MAX_WARPS)
+ONE_BLOCK_WARPS = MAX_WARPS  # of layout and notify
 
 _folder = cache_folder(
     "numba_ep-cuda",
@@ -100,13 +102,17 @@ def jit(fn: Any = None, *, device: bool = False, **options: Any) -> Any:
     options = {"lto": False, **options}
     if device:
         return numba.cuda.jit(fn, device=True, **options)
-    # Known to the compiler, so that a full block always fits on an SM.
-    options = {"launch_bounds": (MAX_WARPS * WARP_SIZE, 1), **options}
+    options = {
+        "cache": _folder is not None,
+        # Known to the compiler, so that a full block always fits on an SM.
+        "launch_bounds": (MAX_WARPS * WARP_SIZE, 1),
+        **options,
+    }
     # Read where the function is decorated: lent for that moment only, so that the
     # caches of other packages stay where they are.
     saved, config.CACHE_DIR = config.CACHE_DIR, _folder or ""
     try:
-        return numba.cuda.jit(fn, cache=_folder is not None, **options)
+        return numba.cuda.jit(fn, **options)
     finally:
         config.CACHE_DIR = saved
 
@@ -126,6 +132,11 @@ def relax(spins: int) -> None:
     # leaves issue slots to the warps that copy, at less than one load's latency.
     if spins >= SPINS_BEFORE_NAP:
         nap(NAP_NS)
+
+
+def compile_kernel(kernel: Any, args: tuple[Any, ...]) -> None:
+    """Have `kernel(*args)` compiled and in GPU memory before it is needed."""
+    load(kernel, args)
 
 
 def make_runtime(name: str, num_threads: int) -> Runtime:

@@ -38,7 +38,7 @@ def copier(unroll: int) -> Any:
 
 def _copy_text(unroll: int) -> str:
     # All loads of a round before its first store: the store might alias a later load,
-    # so nobody could move the loads up, and each would wait a memory latency of its own.
+    # so nobody could move the loads up, and each would wait a latency of its own.
     # Predicates instead of a tail loop keep that true for the last, short round too.
     # The loop is part of the text, or the compiler would unroll it once more.
     # Ring slots are rewritten while the kernel runs: never ld.global.nc here.
@@ -138,7 +138,7 @@ def add_bf16x8(typingctx, total, base, group):  # type: ignore[no-untyped-def]
 def _bf16_pair(builder: Any, low: Any, high: Any) -> Any:
     """Two float32 as two bfloat16 in one word, nearest even; NaN as on the CPU."""
     pair = ptx(builder, "cvt.rn.bf16x2.f32 $0, $1, $2;", I32, high, low)
-    # The instruction gives 0x7fff for every NaN; the CPU keeps the sign: 0x7fc0, 0xffc0.
+    # The instruction gives 0x7fff for every NaN, the CPU 0x7fc0 and the sign.
     for value, shift, kept in ((low, 16, 0xFFFF0000), (high, 0, 0x0000FFFF)):
         bits = builder.and_(builder.bitcast(value, I32), ir.Constant(I32, 0x80000000))
         nan = builder.or_(bits, ir.Constant(I32, 0x7FC00000))

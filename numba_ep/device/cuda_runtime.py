@@ -10,6 +10,7 @@ import ctypes
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ _REGISTER_FLAGS = (
 _lock = threading.Lock()
 # CUDA registers a range once a process, while several ranks of a process may share it.
 _registered: dict[tuple[int, int], int] = {}
+_functions: dict[tuple[Any, int], Any] = {}  # by kernel and context
 
 
 def call(function: Any, *args: Any) -> Any:
@@ -73,8 +75,8 @@ def argument_type(value: Any) -> Any:
     )
 
 
-class _Loaded(NamedTuple):
-    """A kernel in GPU memory and room for the arguments of its next launch."""
+class _Prepared(NamedTuple):
+    """A loaded kernel and room for the arguments of its next launch."""
 
     function: Any
     layout: struct.Struct
@@ -83,7 +85,7 @@ class _Loaded(NamedTuple):
 
 
 class Runtime:
-    """One Buffer's stream, memory and kernels. One thread at a time may use it.
+    """One Buffer's stream and memory. One thread at a time may use it.
 
     num_threads: the warps of its largest grid; a GPU has no use for the number.
     """
@@ -98,7 +100,9 @@ class Runtime:
         flag = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._stream = call(driver.cuStreamCreate, flag)
         self.stream = int(self._stream)  # the handle, for other libraries
-        self._kernels: dict[Any, _Loaded] = {}
+        # What a Buffer's end sets; kernels on a GPU leave by the abort word alone.
+        self.abort: Callable[[], None] = lambda: None
+        self._kernels: dict[Any, _Prepared] = {}
         self._device_memory: list[int] = []
         self._host_memory: list[int] = []
         self._registered: list[tuple[int, int]] = []
@@ -108,15 +112,17 @@ class Runtime:
         # The caller's thread may never have used CUDA, or may have used another device.
         call(driver.cuCtxSetCurrent, self._context)
 
-    def prepare(self, kernel: Any, args: tuple[Any, ...]) -> None:
-        """Compile `kernel` for arguments like `args` and load it; runs nothing.
-
-        Loading may wait for running kernels. So all kernels must be prepared before the
-        first one runs that waits for another rank.
-        """
+    def _prepared(self, kernel: Any, args: tuple[Any, ...]) -> _Prepared:
+        self._enter()
         if kernel not in self._kernels:
-            self._enter()
-            self._kernels[kernel] = _load(kernel, args)
+            count = len(_flatten(args, []))
+            values = ctypes.create_string_buffer(8 * count)
+            start = ctypes.addressof(values)
+            pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
+            layout = struct.Struct(f"{count}q")
+            function = load(kernel, args)
+            self._kernels[kernel] = _Prepared(function, layout, values, pointers)
+        return self._kernels[kernel]
 
     def launch(
         self, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]
@@ -125,15 +131,13 @@ class Runtime:
 
         args: integers and NamedTuples of integers; all are int64 in the kernel.
         """
-        self.prepare(kernel, args)
-        self._enter()
-        function, layout, values, pointers = self._kernels[kernel]
+        function, layout, values, pointers = self._prepared(kernel, args)
         try:
             layout.pack_into(values, 0, *_flatten(args, []))
         except struct.error as error:
             raise TypeError(
-                f"{kernel.__name__}: expected {layout.size // 8} arguments, counting each "
-                f"member of a NamedTuple, that fit an int64; {error}"
+                f"{kernel.__name__}: expected {layout.size // 8} integers that fit int64"
+                f", each member of a NamedTuple counted; {error}"
             ) from None
         grid = (blocks, 1, 1, warps * LANES, 1, 1)
         where = ctypes.addressof(pointers)
@@ -141,11 +145,9 @@ class Runtime:
 
     def resident_blocks(self, kernel: Any, warps: int, args: tuple[Any, ...]) -> int:
         """How many blocks of `warps` warps of `kernel` the whole GPU holds at once."""
-        self.prepare(kernel, args)
-        self._enter()
         per_sm = call(
             driver.cuOccupancyMaxActiveBlocksPerMultiprocessor,
-            self._kernels[kernel].function,
+            self._prepared(kernel, args).function,
             warps * LANES,
             0,
         )
@@ -186,12 +188,12 @@ class Runtime:
                 call(driver.cuMemHostRegister, address, num_bytes, _REGISTER_FLAGS)
             _registered[place] = _registered.get(place, 0) + 1
         self._registered.append(place)
-        return int(call(driver.cuMemHostGetDevicePointer, address, 0))
+        return _device_address(address)
 
-    def synchronize(self, timeout_s: float | None = None) -> None:
+    def synchronize(self, timeout_s: float | None = None) -> bool:
         """Wait until all launches have ended; other Python threads run meanwhile.
 
-        Raises TimeoutError after `timeout_s`, RuntimeError where a kernel failed.
+        Returns False after `timeout_s`; raises RuntimeError where a kernel failed.
         """
         self._enter()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -200,12 +202,11 @@ class Runtime:
             if status != driver.CUresult.CUDA_ERROR_NOT_READY:
                 call(driver.cuStreamQuery, self._stream)
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{self.name}: the GPU is still at work after {timeout_s} s"
-                )
+                return False
             queries += 1
             # sleep(0) only lets another thread have the interpreter.
             time.sleep(SLEEP_S if queries > QUERIES_BEFORE_SLEEP else 0)
+        return True
 
     def copy_to_host(self, memory: Memory) -> np.ndarray:
         """A copy of `memory` after everything launched so far, [num_bytes] uint8."""
@@ -224,7 +225,7 @@ class Runtime:
         return out
 
     def copy_from_host(self, memory: Memory, data: np.ndarray) -> None:
-        """Write `data`'s bytes to the beginning of `memory`, after all launches so far."""
+        """Write `data` to the beginning of `memory`, after all launches so far."""
         self._enter()
         data = np.ascontiguousarray(data)
         if data.nbytes > memory.num_bytes:
@@ -265,20 +266,29 @@ def _current_device() -> tuple[Any, Any]:
     return device, call(driver.cuDevicePrimaryCtxRetain, device)
 
 
-def _load(kernel: Any, args: tuple[Any, ...]) -> _Loaded:
-    signature = tuple(argument_type(a) for a in args)
+def load(kernel: Any, args: tuple[Any, ...]) -> Any:
+    """The CUfunction of `kernel` for arguments like `args`, ready on this device.
+
+    Loading may wait for running kernels. So every kernel must be loaded before the first
+    one runs that waits for another rank.
+    """
+    _, context = _current_device()
+    key = (kernel, int(context))
     with _lock:
-        compiled = kernel.compile(signature)._codelibrary.get_cufunc()
-        function = call(
-            driver.cuKernelGetFunction, driver.CUkernel(int(compiled.handle))
-        )
-        # CUDA loads lazily, at the first launch, unless told so.
-        call(driver.cuFuncLoad, function)
-    count = len(_flatten(args, []))
-    values = ctypes.create_string_buffer(8 * count)
-    start = ctypes.addressof(values)
-    pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
-    return _Loaded(function, struct.Struct(f"{count}q"), values, pointers)
+        if key not in _functions:
+            call(driver.cuCtxSetCurrent, context)
+            signature = tuple(argument_type(a) for a in args)
+            compiled = kernel.compile(signature)._codelibrary.get_cufunc()
+            loose = driver.CUkernel(int(compiled.handle))
+            function = call(driver.cuKernelGetFunction, loose)
+            # CUDA loads lazily, at the first launch, unless told so.
+            call(driver.cuFuncLoad, function)
+            _functions[key] = function
+    return _functions[key]
+
+
+def _device_address(address: int) -> int:
+    return int(call(driver.cuMemHostGetDevicePointer, address, 0))
 
 
 def _unregister(place: tuple[int, int]) -> None:

@@ -1,0 +1,228 @@
+"""`mpirun -np 16 python -m numba_ep.test`: is it right, and how fast is it?
+
+Checks layout, dispatch, cached dispatch and combine against the NumPy oracle, bit for
+bit, then times chunk sizes. `--ranks N` runs N ranks as threads of this process instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from numba_ep import device as devices
+from numba_ep.config import Config
+from numba_ep.group import Members, members, world
+
+FULL_SIZES = (4096, 7168, 8, 256)
+SIZE_NAMES = ("num_tokens", "hidden", "num_topk", "num_experts")
+
+
+class Work(NamedTuple):
+    """The sizes of a run and who chose them."""
+
+    num_tokens: int
+    hidden: int
+    num_topk: int
+    num_experts: int
+    chosen: bool
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(prog="python -m numba_ep.test", description=__doc__)
+    p.add_argument("--ranks", type=int, help="run as threads of this process")
+    p.add_argument("--num-tokens", type=int, help="tokens a rank")
+    p.add_argument("--hidden", type=int, help="columns of a token")
+    p.add_argument("--num-topk", type=int, help="experts a token")
+    p.add_argument("--num-experts", type=int, help="experts in all")
+    p.add_argument("--num-sms", type=int, help="two a channel")
+    p.add_argument("--transport", default="shm", help="shm")
+    p.add_argument("--device", choices=devices.DEVICES, help="default: auto")
+    p.add_argument("--skip-tuning", action="store_true", help="time the default config")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--timeout", type=float, default=30.0, help="seconds a wait may take")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write the results")
+    return p
+
+
+def choose_work(options: argparse.Namespace, num_ranks: int, on_gpu: bool) -> Work:
+    """DeepEP's sizes on a GPU; on a CPU what 16 ranks on 2 cores do in seconds."""
+    experts = 256 if 256 % num_ranks == 0 else 8 * num_ranks
+    defaults = FULL_SIZES[:3] if on_gpu else (64, 1024, 8)
+    given = [getattr(options, name) for name in SIZE_NAMES]
+    pairs = zip(given, (*defaults, experts))
+    values = [default if value is None else value for value, default in pairs]
+    return Work(*values, chosen=not on_gpu and None in given[:2])
+
+
+def ring_bytes(work: Work, configs: list[Config], num_ranks: int) -> int:
+    """num_rdma_bytes for every config that the run uses."""
+    hint = Config.get_rdma_buffer_size_hint
+    row = 2 * work.hidden
+    return max(hint(config, row, num_ranks, work.num_topk) for config in configs)
+
+
+def chunk_sizes(config: Config, skip_tuning: bool) -> list[Config]:
+    """The default config, or its rings with chunks from 2 tokens to half a ring."""
+    if skip_tuning:
+        return [config]
+    chunks, chunk = [], max(2, config.capacity // 32)
+    while chunk <= config.capacity // 2:
+        chunks.append(Config(config.num_sms, chunk, config.capacity, chunk,
+                             config.capacity))  # fmt: skip
+        chunk *= 2
+    return chunks
+
+
+class Run:
+    """One rank's run; `say` prints on rank 0 only."""
+
+    def __init__(
+        self, options: argparse.Namespace, group: Any, say: Callable[[str], None]
+    ) -> None:
+        self.options, self.group, self.say = options, group, say
+        self.ranks: Members = members(group)
+        devices.select(options.device)
+        self.on_gpu = devices.target() == "cuda"
+        self.work = choose_work(options, self.ranks.num_ranks, self.on_gpu)
+        self.checks: list[dict[str, Any]] = []
+
+    def all(self) -> dict[str, Any]:
+        """Check, time and return the results."""
+        from numba_ep.buffer import Buffer
+
+        if self.options.num_sms is not None:
+            Buffer.set_num_sms(self.options.num_sms)
+        num_ranks = self.ranks.num_ranks
+        dispatch = Buffer.get_dispatch_config(num_ranks)
+        combine = Buffer.get_combine_config(num_ranks)
+        skip = self.options.skip_tuning
+        configs = {"dispatch": chunk_sizes(dispatch, skip),
+                   "combine": chunk_sizes(combine, skip)}  # fmt: skip
+        every = [dispatch, combine, *configs["dispatch"], *configs["combine"]]
+        self._announce(dispatch)
+        with Buffer(
+            self.group,
+            num_rdma_bytes=ring_bytes(self.work, every, num_ranks),
+            num_qps_per_rank=max(24, dispatch.num_channels),
+            transport=self.options.transport,
+            device=self.options.device,
+            timeout_s=self.options.timeout,
+        ) as buffer:
+            self._check(buffer)
+            results = self._time(buffer, configs)
+        config = {name: getattr(self.work, name) for name in SIZE_NAMES}
+        return {
+            "ranks": num_ranks,
+            "device": devices.target(),
+            "transport": self.options.transport,
+            "config": {**config, "num_sms": dispatch.num_sms},
+            "checks": self.checks,
+            **results,
+        }
+
+    def _announce(self, config: Config) -> None:
+        work = self.work
+        self.say(
+            f"{self.ranks.num_ranks} ranks on {devices.target()}, transport "
+            f"{self.options.transport}: {work.num_tokens} tokens, hidden {work.hidden}, "
+            f"top-{work.num_topk} of {work.num_experts} experts, {config.num_sms} SMs"
+        )
+        if work.chosen:
+            full = " ".join(
+                f"--{name.replace('_', '-')} {size}"
+                for name, size in zip(SIZE_NAMES, FULL_SIZES)
+            )
+            self.say(f"small sizes, chosen for a CPU; the full ones: {full}")
+
+    def _check(self, buffer: Any) -> None:
+        from numba_ep.selfcheck import Checker, Sizes
+
+        sizes = Sizes(*self.work[:4], self.options.seed)
+        checker = Checker(buffer, sizes, self.on_gpu)
+        for steps in (checker.layout, checker.journeys):
+            for outcome in steps():
+                # Every rank hears of every rank's result and so ends in the same way.
+                everyone = self.ranks.allgather(outcome.difference)
+                wrong = [r for r, found in enumerate(everyone) if found is not None]
+                self.checks.append({"name": outcome.name, "ok": not wrong})
+                self.say(f"  {outcome.name:<24} {'WRONG' if wrong else 'exact'}")
+                for rank in wrong:
+                    self.say(f"    rank {rank}: {outcome.name}: {everyone[rank]}")
+
+    def _time(self, buffer: Any, configs: dict[str, list[Config]]) -> dict[str, Any]:
+        from numba_ep.selfcheck import Sizes
+        from numba_ep.tuning import Tuner
+
+        sizes = Sizes(*self.work[:4], self.options.seed)
+        tuner = Tuner(buffer, self.ranks, sizes, self.on_gpu, repeats=5)
+        self.say(
+            f"  {'':<16}{'chunk':>6}{'time us':>10}{'algorithm':>11}{'wire':>8}"
+            f"{'raw':>8}   GB/s a rank"
+        )
+        results: dict[str, Any] = {"dispatch": {}, "combine": {}}
+        for kind, data in (("dispatch", "fp8"), ("dispatch", "bf16"), ("combine", "bf16")):
+            figures = []
+            for config in configs[kind]:
+                one = (
+                    tuner.combine(config) if kind == "combine"
+                    else tuner.dispatch(data, config)
+                )  # fmt: skip
+                figures.append(one)
+                self.say(_line(f"{kind} {data}", one))
+            best = min(figures)
+            results[kind][data] = best._asdict()
+            if len(figures) > 1:
+                self.say(_line("    best", best))
+        return results
+
+
+def _line(name: str, figure: Any) -> str:
+    return (
+        f"  {name:<16}{figure.chunk:>6}{figure.time_us:>10.0f}"
+        f"{figure.algorithm_gbps:>11.3f}{figure.wire_gbps:>8.3f}{figure.raw_gbps:>8.3f}"
+    )
+
+
+def run_rank(options: argparse.Namespace, group: Any) -> bool:
+    """One rank, start to end; True if every check of every rank passed."""
+    is_first = group.Get_rank() == 0
+    start = time.monotonic()
+
+    def say(text: str) -> None:
+        if is_first:
+            print(text, flush=True)
+
+    results = Run(options, group, say).all()
+    passed = all(check["ok"] for check in results["checks"])
+    if is_first and options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    say(
+        f"{'passed' if passed else 'FAILED'}: {len(results['checks'])} checks on "
+        f"{results['ranks']} ranks in {time.monotonic() - start:.1f} s"
+    )
+    return passed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 if every rank passed."""
+    options = parser().parse_args(arguments)
+    try:
+        if options.ranks is not None:
+            from numba_ep.spawn import spawn
+
+            passed = spawn(lambda group: run_rank(options, group), options.ranks)
+            return 0 if all(passed) else 1
+        return 0 if run_rank(options, world()) else 1
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"numba_ep.test: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
