@@ -33,9 +33,9 @@ def members(
 ) -> Members:
     """Take an mpi4py intracommunicator, spawn's group or a torch process group.
 
-    group and comm are alike, exactly one is given (ValueError), no other communicator
-    is touched. timeout_s bounds MPI's waits in seconds (TimeoutError, after which MPI is
-    of no use); the others have bounds of their own. TypeError: it is none of the three.
+    group and comm are alike; exactly one is given (ValueError); no other communicator
+    is touched. timeout_s bounds MPI's waits in seconds (TimeoutError, and MPI is of no
+    use afterwards); the other two have bounds of their own. TypeError: none of the three.
     """
     if (group is None) == (comm is None):
         got = "neither" if group is None else "both"
@@ -57,8 +57,8 @@ def members(
 
 def _of_mpi(comm: Any, timeout_s: float | None) -> Members:
     def barrier() -> None:
-        # MPICH's blocking collectives poll without pause and so slow down the very ranks
-        # that are waited for, which compile. Here the early ones sleep.
+        # MPICH's blocking collectives poll without pause and so slow down the ranks that
+        # are waited for, which compile. Here the early ones sleep.
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         request, pause_s = comm.Ibarrier(), 1e-4
         while not request.Test():
@@ -86,11 +86,11 @@ def _of_torch(group: Any) -> Members:
 
 
 def world() -> "MPI.Intracomm":
-    """Return MPI.COMM_WORLD. RuntimeError: the launcher's processes do not share one."""
+    """Return MPI.COMM_WORLD. RuntimeError: it is not that of the launcher's ranks."""
     from mpi4py import MPI
 
-    # mpiruns first: one may itself be a Slurm step of one task a host. Not SLURM_NTASKS,
-    # which plain shells of an allocation have, too. PMIx tells no size, only a rank.
+    # mpiruns first: one may itself be a Slurm step of one task a host. No SLURM_NTASKS:
+    # plain shells of an allocation have it, too. PMIx tells no size, only a rank.
     mpiruns = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
     for name in (*mpiruns, "SLURM_STEP_NUM_TASKS", "PMIX_RANK"):
         told = os.environ.get(name, "")
@@ -101,9 +101,9 @@ def world() -> "MPI.Intracomm":
         library = " ".join(re.split(r"[,\n]", MPI.Get_library_version())[0].split())
         mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
         raise RuntimeError(
-            f"{name}={told} tells of several processes, MPI.COMM_WORLD has one: a foreign "
-            f"mpirun starts N singletons. Start with the mpirun of the MPI that mpi4py "
-            f"uses, {library}{f': {mpirun}' * os.path.exists(mpirun)}"
+            f"{name}={told} tells of several processes, MPI.COMM_WORLD has one: a "
+            f"foreign mpirun starts N singletons. Start with the mpirun of the MPI that "
+            f"mpi4py uses, {library}{f': {mpirun}' * os.path.exists(mpirun)}"
         )
     return MPI.COMM_WORLD
 

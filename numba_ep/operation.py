@@ -112,7 +112,7 @@ class Operation:
 
     def launch(self, kernel: Any, plan: Plan, arrivals: Arrivals, to: Payload) -> None:
         """Move `payload` by `plan`; what arrives goes to `to` by `arrivals`."""
-        warps = self.endpoint.device.WORKER_WARPS + 1
+        warps = self.endpoint.device.WARPS_PER_BLOCK
         blocks = 2 * self.config.num_channels
         ring = self._ring(blocks, warps)
         sent, received = self.payload.rows(), to.rows()
@@ -122,7 +122,7 @@ class Operation:
     def _ring(self, blocks: int, warps: int) -> Ring:
         config, slot, ranks = self.config, self.payload.slot_bytes, self.num_ranks
         chunks = config.capacity // config.chunk
-        words = ranks * chunks + 2 * warps * ranks
+        words = ranks * chunks + 2 * (warps + 1) * ranks
         words = -(-words // LINE_WORDS) * LINE_WORDS
         receive, receive_at, send, send_at = self.endpoint.rings()
         own_bytes = config.ring_bytes(1, slot)

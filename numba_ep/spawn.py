@@ -94,7 +94,7 @@ class ThreadGroup:
     """One rank's end of the group; made by spawn.
 
     Objects travel pickled, as in mpi4py's lower-case methods: receivers get copies. To
-    share an object itself, which only threads can, let the ranks' function close over it.
+    share an object itself, which only threads can, take it from the enclosing scope.
     """
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
@@ -118,7 +118,7 @@ class ThreadGroup:
         return [*map(pickle.loads, self._meeting.meet(self._rank, "allgather", obj))]
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
-        """Return root's obj, a copy except at root. Raise ValueError for a wrong root."""
+        """Return root's obj, except at root a copy. ValueError: root is no rank."""
         if root not in range(self.Get_size()):
             raise ValueError(f"root: expected 0 .. {self.Get_size() - 1}, got {root}")
         sent = obj if self._rank == root else None
@@ -130,7 +130,7 @@ class ThreadGroup:
         self._meeting.abort(f"rank {self._rank} called abort({reason!r})")
 
     def on_abort(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have callback called once, at an abort (at once after one); return its undoing.
+        """Have callback called once, at an abort (now, if it was); return its undoing.
 
         The aborting thread calls it, so it must not wait for anything. When the undoing
         has returned, callback neither runs nor will run.

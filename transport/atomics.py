@@ -39,12 +39,12 @@ __all__ = [
     "wait_any", "write_word", "yield_core",
 ]  # fmt: skip
 
-PAUSES_BEFORE_YIELD = 64
+PAUSES_BEFORE_YIELD = 4
 
 
 def _relax(spins: int) -> None:
     # Far more threads than cores wait at once here: after a short spin the core must go
-    # to whoever is waited for. 64 pauses, then sched_yield: see docs/performance.md.
+    # to whoever is waited for: see docs/performance.md for the count.
     if spins % (PAUSES_BEFORE_YIELD + 1) == PAUSES_BEFORE_YIELD:
         yield_core()
     else:

@@ -91,10 +91,10 @@ def compare_and_swap(typingctx, base, index, expected, value):  # type: ignore[n
 
 @intrinsic
 def fence(typingctx):  # type: ignore[no-untyped-def]
-    """Order everything before against everything after, for all observers."""
+    """Acquire and release: loads before stay before, stores after stay after."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        builder.fence("seq_cst")
+        builder.fence("acq_rel")
         return context.get_dummy_value()
 
     return types.void(), codegen

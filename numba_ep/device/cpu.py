@@ -45,7 +45,7 @@ from transport.jit import Compiler
 
 WARP_SIZE = 1
 DEFAULT_NUM_SMS = 2
-WORKER_WARPS = 1  # a block's warps that move rows; its coordinator is one more
+WARPS_PER_BLOCK = 1  # it moves rows and coordinates: two threads would wait in turns
 CAST_GRID = (1, 1)
 ONE_BLOCK_WARPS = 1  # of layout and notify: more threads only wait for each other
 

@@ -4,8 +4,6 @@ Nothing else in the project imports numba.cuda, so that a successor can replace 
 Importing this module creates no CUDA context.
 """
 
-# ruff: noqa: F401 - most names are imported for the kernels, which take them from here
-
 from __future__ import annotations
 
 import os
@@ -80,7 +78,7 @@ DEFAULT_NUM_SMS = 20
 # A block's warps that move rows; its coordinator is one more. A warp keeps 4 KB in
 # flight, so the ten receiving blocks of 20 SMs keep 280 KB: a read of pinned host
 # memory takes up to 2 us, and 50 GB/s over 2 us are 100 KB. 15 warps would move more
-# on few SMs, but leave 128 registers a thread, and dispatch and combine want 160.
+# on few SMs, but leave 128 registers a thread, and dispatch and combine want 140.
 WORKER_WARPS = 7
 MAX_WARPS = WORKER_WARPS + 1
 CAST_GRID = (264, MAX_WARPS)

@@ -53,6 +53,9 @@ def _copy_text(unroll: int) -> str:
         f"mul.wide.u32 lane, thread, {VECTOR_BYTES};",
         "add.s64 to, $0, lane; add.s64 of, $1, lane;",
         "sub.s64 left, $2, lane; mov.b64 rest, $2;",
+        # A predicated load alone does not begin a register's life: without these, all
+        # of them would stay occupied throughout the loop around this row.
+        *(f"mov.b64 v{i}, 0;" for i in range(2 * unroll)),
         "round:",
         *(f"setp.gt.s64 has{k}, left, {k * step};" for k in every),
         *(f"@has{k} ld.global.v2.b64 {pairs[k]}, [of+{k * step}];" for k in every),

@@ -136,8 +136,8 @@ class Runtime:
             layout.pack_into(values, 0, *_flatten(args, []))
         except struct.error as error:
             raise TypeError(
-                f"{kernel.__name__}: expected {layout.size // 8} integers that fit int64"
-                f", each member of a NamedTuple counted; {error}"
+                f"{kernel.__name__}: expected {layout.size // 8} integers of 64 bits, "
+                f"each member of a NamedTuple counted; {error}"
             ) from None
         grid = (blocks, 1, 1, warps * LANES, 1, 1)
         where = ctypes.addressof(pointers)
@@ -204,8 +204,8 @@ class Runtime:
             if deadline is not None and time.monotonic() > deadline:
                 return False
             queries += 1
-            # sleep(0) only lets another thread have the interpreter.
-            time.sleep(SLEEP_S if queries > QUERIES_BEFORE_SLEEP else 0)
+            if queries > QUERIES_BEFORE_SLEEP:
+                time.sleep(SLEEP_S)
         return True
 
     def copy_to_host(self, memory: Memory) -> np.ndarray:
@@ -269,8 +269,8 @@ def _current_device() -> tuple[Any, Any]:
 def load(kernel: Any, args: tuple[Any, ...]) -> Any:
     """The CUfunction of `kernel` for arguments like `args`, ready on this device.
 
-    Loading may wait for running kernels. So every kernel must be loaded before the first
-    one runs that waits for another rank.
+    Loading may wait for running kernels. So every kernel must be loaded before the
+    first one runs that waits for another rank.
     """
     _, context = _current_device()
     key = (kernel, int(context))

@@ -1,9 +1,9 @@
-"""The verbs that the roles share: credit, publish, tail, return, and every bounded wait.
+"""The verbs that the roles share: credit, publish, tail, return; all bounded waits.
 
-One ring (channel c, source -> destination) has two counters that only ever grow: `tail`,
-tokens published, beside the ring at the destination; `head`, tokens consumed, at the
-source. `start` is where this operation begins on either: each end keeps its own cursor,
-and a position counts tokens from there.
+One ring (channel c, source -> destination) has two counters that only ever grow:
+`tail`, tokens published, beside the ring at the destination; `head`, tokens consumed, at
+the source. `start` is where this operation begins on either: each end keeps its own
+cursor, and a position counts tokens from there.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def report_timeout(comm, role, peer, channel, head, tail, expected):  # type: ig
 def over_peers(advance, report):  # type: ignore[no-untyped-def]
     """Build a role that serves all peers and never waits for one while another can go.
 
-    advance(comm, ring, work, rows, channel, peer) -> (steps done, whether any is left);
+    advance(comm, ring, work, rows, channel, peer) -> (steps done, whether any is left).
     report(comm, ring, work, channel, peer) leaves the status record of a wait for `peer`
     that lasted too long. The role returns False where the Buffer aborts.
     """

@@ -40,8 +40,10 @@ from numba_ep.kernels.channel import (
     wait_verdict,
 )
 from numba_ep.kernels.receiver import (
-    coordinate_receives,
+    credit_for,
+    end_receives,
     report_receiver,
+    return_credits,
     seen_word,
     set_needed,
     start_receiver,
@@ -49,6 +51,7 @@ from numba_ep.kernels.receiver import (
 from numba_ep.kernels.records import STATE_VERDICT
 from numba_ep.kernels.sender import (
     block_scratch,
+    num_workers,
     sending_block,
 )
 
@@ -97,7 +100,7 @@ def wait_for_token(comm, ring, arrivals, channel, token):  # type: ignore[no-unt
 
 @cuda.jit(device=True)
 def reduce_token(comm, ring, arrivals, channel, token, rows):  # type: ignore[no-untyped-def]
-    """bias_0 + bias_1 + the token's rows by ascending rank, in float32, rounded once."""
+    """bias_0 + bias_1 + the rows by ascending rank, in float32, rounded once."""
     first = token * rows.row_bytes
     for group in range(lane_id(), rows.row_bytes // GROUP_BYTES, WARP_SIZE):
         total = zeros_f32x8()
@@ -143,7 +146,7 @@ def set_next_needed(comm, ring, arrivals, channel, token, stop, src_rank):  # ty
         if position >= 0:
             needed = position
             break
-        token += num_warps() - 1
+        token += num_workers()
     set_needed(comm, ring, src_rank, needed)
 
 
@@ -155,42 +158,63 @@ def advance_needed(comm, ring, arrivals, channel, token, stop):  # type: ignore[
         # Where this token had no row, the next needed position is still the same.
         if load_i32(arrivals.positions, at) >= 0:
             set_next_needed(
-                comm, ring, arrivals, channel, token + num_warps() - 1, stop, src_rank
+                comm, ring, arrivals, channel, token + num_workers(), stop, src_rank
             )
     warp_sync()
 
 
 @cuda.jit(device=True)
+def return_all(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped-def]
+    """The coordinator's part of a block of one warp, after every token."""
+    for src_rank in range(comm.num_ranks):
+        credit_for(comm, ring, arrivals, rows, channel, src_rank)
+
+
+@cuda.jit(device=True)
 def reduce_rows(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped-def]
-    """A receiver warp: reduce every (num_warps - 1)-th token of the channel."""
+    """A receiver warp: reduce every num_workers-th token; False on an abort."""
     token = first_token(arrivals.num_tokens, channel, ring.num_channels) + warp_id()
     stop = first_token(arrivals.num_tokens, channel + 1, ring.num_channels)
     for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
         set_next_needed(comm, ring, arrivals, channel, token, stop, src_rank)
     while token < stop:
         if not wait_for_token(comm, ring, arrivals, channel, token):
-            return
+            return False
         reduce_token(comm, ring, arrivals, channel, token, rows)
         reduce_weights(comm, ring, arrivals, channel, token, rows)
         warp_sync()
         advance_needed(comm, ring, arrivals, channel, token, stop)
-        token += num_warps() - 1
+        if num_warps() == 1:
+            return_all(comm, ring, arrivals, rows, channel)
+        token += num_workers()
+    return True
+
+
+@cuda.jit(device=True)
+def reducing_block(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped-def]
+    """One channel's reducing block; its last warp coordinates."""
+    start_receiver(comm, ring)
+    if num_warps() == 1:
+        received = reduce_rows(comm, ring, arrivals, rows, channel)
+    elif warp_id() == num_warps() - 1:
+        received = return_credits(comm, ring, arrivals, rows, channel)
+    else:
+        reduce_rows(comm, ring, arrivals, rows, channel)
+        received = False
+    if received:
+        end_receives(comm, ring, arrivals, channel)
 
 
 @cuda.jit
 def combine_kernel(comm, ring, plan, arrivals, sent, reduced):  # type: ignore[no-untyped-def]
     """Send the rows of `sent` by `plan`, reduce what comes into `reduced`.
 
-    Grid: 2 x num_channels blocks; at least two warps a block.
+    Grid: 2 x num_channels blocks.
     """
     if load_i64(comm.state, STATE_VERDICT) != 0:
         return
     channel = block_id() // 2
     if block_id() % 2 == 0:
         sending_block(comm, ring, plan, sent, channel)
-        return
-    start_receiver(comm, ring)
-    if warp_id() == num_warps() - 1:
-        coordinate_receives(comm, ring, arrivals, reduced, channel)
     else:
-        reduce_rows(comm, ring, arrivals, reduced, channel)
+        reducing_block(comm, ring, arrivals, reduced, channel)

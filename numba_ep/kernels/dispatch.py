@@ -3,8 +3,9 @@
     even blocks  send channel block_id // 2 (kernels/sender.py)
     odd blocks   receive it: slot -> user row, ordered by (source rank, token)
 
-The last warp of a block is its coordinator. `notify` has run before: every rank knows
-how many rows come from where, so nobody waits for a row that does not exist.
+The last warp of a block is its coordinator, unless it is the only one. `notify` has run
+before: every rank knows how many rows come from where, so nobody waits for a row that
+does not exist.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from numba_ep.kernels.channel import (
     rows_on,
 )
 from numba_ep.kernels.receiver import (
-    coordinate_receives,
+    credit_for,
+    end_receives,
     needed_word,
     report_receiver,
+    return_credits,
     seen_word,
     set_needed,
     start_receiver,
@@ -44,6 +47,7 @@ from numba_ep.kernels.receiver import (
 from numba_ep.kernels.records import STATE_VERDICT
 from numba_ep.kernels.sender import (
     block_scratch,
+    num_workers,
     sending_block,
 )
 
@@ -103,7 +107,7 @@ def unpack_from(comm, ring, arrivals, rows, channel, src_rank):  # type: ignore[
     while position < min(seen, count):
         slot = receive_slot(comm, ring, src_rank, channel, position)
         unpack_row(comm, arrivals, slot, rows, first + position)
-        position += num_warps() - 1
+        position += num_workers()
         unpacked += 1
         warp_sync()
         if lane_id() == 0:
@@ -116,6 +120,17 @@ receive_rows = over_peers(unpack_from, report_receiver)
 
 
 @cuda.jit(device=True)
+def unpack_and_return(comm, ring, arrivals, rows, channel, src_rank):  # type: ignore[no-untyped-def]
+    """Both roles of a block of one warp."""
+    unpacked, left = unpack_from(comm, ring, arrivals, rows, channel, src_rank)
+    returned, left = credit_for(comm, ring, arrivals, rows, channel, src_rank)
+    return unpacked + returned, left
+
+
+receive_alone = over_peers(unpack_and_return, report_receiver)
+
+
+@cuda.jit(device=True)
 def start_positions(comm, ring):  # type: ignore[no-untyped-def]
     """Rows of a source are dealt to the receiver warps in turn."""
     for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
@@ -124,21 +139,32 @@ def start_positions(comm, ring):  # type: ignore[no-untyped-def]
     warp_sync()
 
 
+@cuda.jit(device=True)
+def receiving_block(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped-def]
+    """One channel's receiving block; its last warp coordinates."""
+    start_receiver(comm, ring)
+    if num_warps() == 1:
+        received = receive_alone(comm, ring, arrivals, rows, channel)
+    elif warp_id() == num_warps() - 1:
+        received = return_credits(comm, ring, arrivals, rows, channel)
+    else:
+        start_positions(comm, ring)
+        receive_rows(comm, ring, arrivals, rows, channel)
+        received = False
+    if received:
+        end_receives(comm, ring, arrivals, channel)
+
+
 @cuda.jit
 def dispatch_kernel(comm, ring, plan, arrivals, sent, received):  # type: ignore[no-untyped-def]
     """Send the rows of `sent` by `plan`, fill `received` by `arrivals`.
 
-    Grid: 2 x num_channels blocks; at least two warps a block.
+    Grid: 2 x num_channels blocks.
     """
     if load_i64(comm.state, STATE_VERDICT) != 0:
         return
     channel = block_id() // 2
     if block_id() % 2 == 0:
         sending_block(comm, ring, plan, sent, channel)
-        return
-    start_receiver(comm, ring)
-    if warp_id() == num_warps() - 1:
-        coordinate_receives(comm, ring, arrivals, received, channel)
     else:
-        start_positions(comm, ring)
-        receive_rows(comm, ring, arrivals, received, channel)
+        receiving_block(comm, ring, arrivals, received, channel)

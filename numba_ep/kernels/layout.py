@@ -21,7 +21,6 @@ from numba_ep.device import (
     store_u8,
     warp_id,
 )
-from numba_ep.kernels.records import LayoutArrays
 
 
 @cuda.jit(device=True)

@@ -2,7 +2,7 @@
 coordinator, which returns credit for the rows that no warp needs any more.
 
 Every receiver warp keeps, per source, the next position that it still needs. What lies
-below the smallest of them has been read by all.
+below the smallest of them has been read by all. A block of one warp coordinates itself.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from numba_ep.kernels.channel import (
     rows_on,
 )
 from numba_ep.kernels.records import RECEIVE_COORDINATOR, RECEIVER
-from numba_ep.kernels.sender import block_scratch, move_cursors
+from numba_ep.kernels.sender import block_scratch, move_cursors, num_workers
 
-# A receiving block's scratch: for every warp and source the next position it needs, then
-# for every warp and source the tail seen (the coordinator's: the credit returned).
+# A receiving block's scratch: for every warp and source the next position it needs,
+# then for every warp and source the tail seen, then for every source the credit returned.
 
 
 @cuda.jit(device=True)
@@ -48,11 +48,19 @@ def seen_word(comm, warp, src_rank):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
+def returned_word(comm, src_rank):  # type: ignore[no-untyped-def]
+    """Scratch index of the credit that the coordinator has returned to `src_rank`."""
+    return 2 * num_warps() * comm.num_ranks + src_rank
+
+
+@cuda.jit(device=True)
 def start_receiver(comm, ring):  # type: ignore[no-untyped-def]
     """Before the first wait: nothing is read, seen or returned."""
     for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
         store_i64(block_scratch(ring), needed_word(comm, warp_id(), src_rank), 0)
         store_i64(block_scratch(ring), seen_word(comm, warp_id(), src_rank), 0)
+        if warp_id() == 0:
+            store_i64(block_scratch(ring), returned_word(comm, src_rank), 0)
     block_sync()
 
 
@@ -68,7 +76,7 @@ def set_needed(comm, ring, src_rank, position):  # type: ignore[no-untyped-def]
 def smallest_needed(comm, ring, src_rank, count):  # type: ignore[no-untyped-def]
     """Rows from `src_rank` that every receiver warp is done with."""
     smallest = count
-    for warp in range(num_warps() - 1):
+    for warp in range(num_workers()):
         index = needed_word(comm, warp, src_rank)
         smallest = min(smallest, ld_acquire_block(block_scratch(ring), index))
     return warp_broadcast(smallest)
@@ -81,7 +89,7 @@ def credit_for(comm, ring, arrivals, rows, channel, src_rank):  # type: ignore[n
     Returns (times credit was returned, whether any rows are left).
     """
     count = rows_on(arrivals.channel_prefix, src_rank, channel, ring.num_channels)
-    index = seen_word(comm, warp_id(), src_rank)
+    index = returned_word(comm, src_rank)
     returned = load_i64(block_scratch(ring), index)
     if returned >= count:
         return 0, False
@@ -100,8 +108,10 @@ def report_role(comm, ring, arrivals, channel, src_rank, role):  # type: ignore[
     """The status record of a receiving role that waited for `src_rank` in vain."""
     scratch = block_scratch(ring)
     start = cursor(comm, comm.head_cursors, src_rank, channel)
-    tail = start + load_i64(scratch, seen_word(comm, warp_id(), src_rank))
-    head = start + load_i64(scratch, needed_word(comm, warp_id(), src_rank))
+    # The coordinator reports what warp 0 has seen and needs.
+    warp = warp_id() % num_workers()
+    tail = start + load_i64(scratch, seen_word(comm, warp, src_rank))
+    head = start + load_i64(scratch, needed_word(comm, warp, src_rank))
     count = rows_on(arrivals.channel_prefix, src_rank, channel, ring.num_channels)
     report_timeout(comm, role, src_rank, channel, head, tail, start + count)
 
@@ -122,7 +132,6 @@ return_credits = over_peers(credit_for, report_coordinator)
 
 
 @cuda.jit(device=True)
-def coordinate_receives(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped-def]
-    """The receiver coordinator: return all credit, then move the cursors, once."""
-    if return_credits(comm, ring, arrivals, rows, channel):
-        move_cursors(comm, ring, arrivals.channel_prefix, channel, comm.head_cursors)
+def end_receives(comm, ring, arrivals, channel):  # type: ignore[no-untyped-def]
+    """All credit is returned: move the cursors, once."""
+    move_cursors(comm, ring, arrivals.channel_prefix, channel, comm.head_cursors)

@@ -5,7 +5,8 @@
 
 The rows for one peer are dealt to the warps in turn, so that a single peer still gets
 the whole block's bandwidth. Warps therefore finish out of order: they count into one
-word a chunk, and the coordinator publishes a chunk when its count is complete.
+word a chunk, and the coordinator publishes a chunk when its count is complete. A block
+of one warp, the default on a CPU, plays both roles in turn.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ from numba_ep.kernels.channel import (
 )
 from numba_ep.kernels.records import SEND_COORDINATOR, SENDER
 
-# A sending block's scratch: a packed count for every (peer, chunk of the ring), then for
-# every warp and peer the next position, then for every warp and peer the credit seen.
+# A sending block's scratch: a packed count for every (peer, chunk of the ring), then a
+# part for every warp and one for the coordinator. A warp's part: the next position for
+# every peer, then the credit seen from every peer. The coordinator's: rows published.
 
 
 @cuda.jit(device=True)
@@ -61,11 +63,17 @@ def block_scratch(ring):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def warp_scratch(comm, ring):  # type: ignore[no-untyped-def]
-    """Address of this warp's scratch: 2 words a peer, behind the packed counts."""
+def scratch_part(comm, ring, warp):  # type: ignore[no-untyped-def]
+    """Address of a warp's part of the scratch; `num_warps()`: the coordinator's."""
     chunks = ring.capacity // ring.chunk
-    words = comm.num_ranks * chunks + warp_id() * 2 * comm.num_ranks
+    words = comm.num_ranks * chunks + warp * 2 * comm.num_ranks
     return block_scratch(ring) + words * 8
+
+
+@cuda.jit(device=True)
+def num_workers():  # type: ignore[no-untyped-def]
+    """Warps of a block that move rows: all but the coordinator, if there is one."""
+    return max(num_warps() - 1, 1)
 
 
 @cuda.jit(device=True)
@@ -105,7 +113,8 @@ def pack_row(slot, rows, row):  # type: ignore[no-untyped-def]
 @cuda.jit(device=True)
 def start_sender(comm, ring):  # type: ignore[no-untyped-def]
     """Before the first wait: no row is packed, every warp begins with its own first."""
-    own = warp_scratch(comm, ring)
+    own = scratch_part(comm, ring, warp_id())
+    coordinator = scratch_part(comm, ring, num_warps())
     counts = comm.num_ranks * (ring.capacity // ring.chunk)
     lanes = num_warps() * WARP_SIZE
     for i in range(warp_id() * WARP_SIZE + lane_id(), counts, lanes):
@@ -113,6 +122,8 @@ def start_sender(comm, ring):  # type: ignore[no-untyped-def]
     for peer in range(lane_id(), comm.num_ranks, WARP_SIZE):
         store_i64(own, peer, warp_id())
         store_i64(own, comm.num_ranks + peer, 0)
+        if warp_id() == 0:
+            store_i64(coordinator, peer, 0)
     block_sync()
 
 
@@ -122,7 +133,7 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-unty
 
     Returns (rows packed, whether any are left).
     """
-    own = warp_scratch(comm, ring)
+    own = scratch_part(comm, ring, warp_id())
     position = load_i64(own, dst_rank)
     count = rows_on(plan.channel_prefix, dst_rank, channel, ring.num_channels)
     if position >= count:
@@ -141,7 +152,7 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-unty
             # Release to the coordinator: the row is packed before it is counted.
             scratch = block_scratch(ring)
             add_release_block(scratch, packed_count(ring, dst_rank, position), 1)
-        position += num_warps() - 1
+        position += num_workers()
         packed += 1
     store_i64(own, dst_rank, position)
     warp_sync()
@@ -151,7 +162,7 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-unty
 @cuda.jit(device=True)
 def report_sender(comm, ring, plan, channel, dst_rank):  # type: ignore[no-untyped-def]
     """The status record of a sender warp that waited for credit in vain."""
-    own = warp_scratch(comm, ring)
+    own = scratch_part(comm, ring, warp_id())
     start = cursor(comm, comm.tail_cursors, dst_rank, channel)
     head = start + load_i64(own, comm.num_ranks + dst_rank) - ring.capacity
     tail = start + load_i64(own, dst_rank)
@@ -168,7 +179,7 @@ def publish_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-u
 
     Returns (chunks published, whether any are left).
     """
-    own = warp_scratch(comm, ring)
+    own = scratch_part(comm, ring, num_warps())
     done = load_i64(own, dst_rank)
     count = rows_on(plan.channel_prefix, dst_rank, channel, ring.num_channels)
     if done >= count:
@@ -192,7 +203,7 @@ def publish_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-u
 def report_coordinator(comm, ring, plan, channel, dst_rank):  # type: ignore[no-untyped-def]
     """The status record of a sender coordinator whose warps packed no row any more."""
     start = cursor(comm, comm.tail_cursors, dst_rank, channel)
-    tail = start + load_i64(warp_scratch(comm, ring), dst_rank)
+    tail = start + load_i64(scratch_part(comm, ring, num_warps()), dst_rank)
     report_timeout(comm, SEND_COORDINATOR, dst_rank, channel, tail, tail, tail + 1)
 
 
@@ -209,14 +220,26 @@ def move_cursors(comm, ring, prefix, channel, cursors):  # type: ignore[no-untyp
 
 
 @cuda.jit(device=True)
+def pack_and_publish_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-untyped-def]
+    """Both roles of a block of one warp."""
+    packed, left = pack_for(comm, ring, plan, rows, channel, dst_rank)
+    published, left = publish_for(comm, ring, plan, rows, channel, dst_rank)
+    return packed + published, left
+
+
+send_alone = over_peers(pack_and_publish_for, report_sender)
+
+
+@cuda.jit(device=True)
 def sending_block(comm, ring, plan, rows, channel):  # type: ignore[no-untyped-def]
-    """One channel's sending block: its last warp coordinates."""
+    """One channel's sending block; its last warp coordinates."""
     start_sender(comm, ring)
-    if warp_id() < num_warps() - 1:
+    if num_warps() == 1:
+        sent = send_alone(comm, ring, plan, rows, channel)
+    elif warp_id() == num_warps() - 1:
+        sent = publish_chunks(comm, ring, plan, rows, channel)
+    else:
         send_rows(comm, ring, plan, rows, channel)
-        return
-    for peer in range(lane_id(), comm.num_ranks, WARP_SIZE):
-        store_i64(warp_scratch(comm, ring), peer, 0)
-    warp_sync()
-    if publish_chunks(comm, ring, plan, rows, channel):
+        sent = False
+    if sent:
         move_cursors(comm, ring, plan.channel_prefix, channel, comm.tail_cursors)
