@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+# Not lazily: a function and its module share the name, and the module would win.
+from numba_ep.spawn import spawn
+
 if TYPE_CHECKING:
     from numba_ep.buffer import Buffer
     from numba_ep.cast import cast_to_fp8
@@ -14,7 +17,6 @@ if TYPE_CHECKING:
     from numba_ep.errors import BufferAborted, PeerTimeout, RefusedError
     from numba_ep.group import world
     from numba_ep.handle import EventOverlap, Handle
-    from numba_ep.spawn import spawn
 
 __version__ = "0.1.0"
 
@@ -27,7 +29,6 @@ _WHERE = {
     "PeerTimeout": "errors",
     "RefusedError": "errors",
     "cast_to_fp8": "cast",
-    "spawn": "spawn",
     "world": "group",
 }
 

@@ -37,6 +37,13 @@ def dtype_name(array: Any) -> str:
     return str(array.dtype).rpartition(".")[2]
 
 
+def _has_dtype(array: Any, dtypes: tuple[str, ...]) -> bool:
+    """CuPy has no float8: there the codes go as uint8."""
+    name = dtype_name(array)
+    as_codes = name == "uint8" and FLOAT8 in dtypes and module_of(array) == "cupy"
+    return as_codes or name in dtypes
+
+
 def address(array: Any) -> int:
     """Address of element 0."""
     if isinstance(array, np.ndarray):
@@ -77,7 +84,7 @@ def check(
         module_of(array)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
-    if dtype_name(array) not in dtypes:
+    if not _has_dtype(array, dtypes):
         raise ArgumentError(
             f"{name}: expected dtype {' or '.join(dtypes)}, got {dtype_name(array)}"
         )
@@ -111,6 +118,8 @@ def check(
 def _dtype(module: str, name: str) -> Any:
     if module == "torch":
         return getattr(sys.modules["torch"], name)
+    if module == "cupy" and name == FLOAT8:
+        return np.dtype(np.uint8)
     if name in (BFLOAT16, FLOAT8):
         import ml_dtypes
 
@@ -138,16 +147,17 @@ def from_host(array: np.ndarray, on_gpu: bool) -> Any:
         return array
     import cupy
 
-    # Bytes travel as integers: not every release knows the dtypes of ml_dtypes.
+    # Bytes travel as integers: CuPy does not know every dtype of ml_dtypes.
     raw = cupy.asarray(array.view(f"u{array.dtype.itemsize}"))
-    return raw.view(array.dtype)
+    return raw.view(_dtype("cupy", str(array.dtype)))
 
 
-def to_host(array: Any) -> np.ndarray:
-    """The NumPy array with the same bits."""
+def to_host(array: Any, dtype: np.dtype) -> np.ndarray:
+    """The NumPy array with the same bits; e4m3 codes become `dtype`."""
     if isinstance(array, np.ndarray):
         return array
     import cupy
 
-    raw = cupy.asarray(array).view(f"u{array.dtype.itemsize}")
-    return cupy.asnumpy(raw).view(array.dtype)
+    host = cupy.asnumpy(array.view(f"u{array.dtype.itemsize}"))
+    is_code = host.dtype.itemsize == dtype.itemsize
+    return host.view(dtype if is_code else array.dtype)

@@ -92,7 +92,7 @@ class Endpoint:
             self.proxy.abort, wr.ABORT_CANCELLED, self.rank
         )
         self._close = weakref.finalize(
-            self, close_locally, self.proxy, self.transport, self.runtime
+            self, leave, self.rank, self.proxy, self.transport, self.runtime
         )
         self.ended_by: BufferAborted | None = None
 
@@ -300,14 +300,24 @@ def _words(memory: Any) -> np.ndarray:
     return memory.host.view(np.int64)
 
 
-def close_locally(
-    proxy: Any, network: Any, runtime: Any, keep_memory: bool = True
-) -> None:
-    """Release one rank's own things; no peer is asked, so it is safe at exit."""
+def close_locally(proxy: Any, network: Any, runtime: Any, keep_memory: bool) -> None:
+    """Release one rank's own things; no peer is asked."""
     stopped = proxy.stop()
     runtime.close()
     # Memory that the thread or a peer may still write to is left to the process's end.
     network.close(keep_memory=keep_memory or not stopped)
+
+
+def leave(rank: int, proxy: Any, network: Any, runtime: Any) -> None:
+    """The Buffer is dropped, or the process ends, without destroy: not collective.
+
+    Peers that wait for this rank hear of it at once. If the process ends by an
+    exception, they may never come to MPI's collective end.
+    """
+    proxy.abort(wr.ABORT_LEFT, rank)
+    close_locally(proxy, network, runtime, keep_memory=True)
+    if getattr(sys, "last_value", None) is not None:
+        leave_mpi_alone()
 
 
 def leave_mpi_alone() -> None:

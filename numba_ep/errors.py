@@ -96,6 +96,8 @@ def aborted(
         return PeerTimeout(text, culprit)
     if cause == wr.ABORT_DEAD:
         return PeerTimeout(f"{who} has ended{waited}", culprit)
+    if cause == wr.ABORT_LEFT:
+        return PeerTimeout(f"{who} has left without destroy{waited}", culprit)
     if cause == wr.ABORT_CANCELLED:
         return BufferAborted(f"{who} was interrupted{waited}", culprit)
     what = f": {error}" if error else ""

@@ -34,8 +34,8 @@ def members(
     """Take an mpi4py intracommunicator, spawn's group or a torch process group.
 
     group and comm are alike; exactly one is given (ValueError); no other communicator
-    is touched. timeout_s bounds MPI's waits in seconds (TimeoutError, and MPI is of no
-    use afterwards); the other two have bounds of their own. TypeError: none of the three.
+    is touched. timeout_s bounds MPI's waits in seconds (TimeoutError, MPI is of no use
+    afterwards); the other two have bounds of their own. TypeError: it is none of them.
     """
     if (group is None) == (comm is None):
         got = "neither" if group is None else "both"
@@ -57,8 +57,8 @@ def members(
 
 def _of_mpi(comm: Any, timeout_s: float | None) -> Members:
     def barrier() -> None:
-        # MPICH's blocking collectives poll without pause and so slow down the ranks that
-        # are waited for, which compile. Here the early ones sleep.
+        # MPICH's blocking collectives poll without pause and so slow down the ranks
+        # that are waited for, which compile. Here the early ones sleep.
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         request, pause_s = comm.Ibarrier(), 1e-4
         while not request.Test():
@@ -102,8 +102,8 @@ def world() -> "MPI.Intracomm":
         mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
         raise RuntimeError(
             f"{name}={told} tells of several processes, MPI.COMM_WORLD has one: a "
-            f"foreign mpirun starts N singletons. Start with the mpirun of the MPI that "
-            f"mpi4py uses, {library}{f': {mpirun}' * os.path.exists(mpirun)}"
+            f"foreign mpirun starts N singletons. Start with the mpirun of the MPI "
+            f"that mpi4py uses, {library}{f': {mpirun}' * os.path.exists(mpirun)}"
         )
     return MPI.COMM_WORLD
 

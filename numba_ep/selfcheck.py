@@ -192,7 +192,7 @@ def _rows(recv_x: Any, expected: Received) -> list[tuple[str, Any, Any]]:
 def differences(arrays: Any) -> str | None:
     """The first difference among (name, got, expected) as a sentence, or None."""
     for name, got, expected in arrays:
-        found = reference.first_difference(to_host(got), expected)
+        found = reference.first_difference(to_host(got, expected.dtype), expected)
         if found is not None:
             return f"{name}: {found}"
     return None

@@ -56,7 +56,7 @@ def pretend(capability: str) -> Any:
     from numba_ep import device
 
     device._chosen = importlib.import_module("numba_ep.device.cuda")
-    dispatcher = importlib.import_module("numba.cuda.dispatcher")
+    dispatcher: Any = importlib.import_module("numba.cuda.dispatcher")
     gpu = SimpleNamespace(compute_capability=_pair(capability))
     dispatcher.get_current_device = lambda: gpu
     return device._chosen
@@ -130,7 +130,7 @@ def assemble(ptx: str, capability: str) -> dict[str, int]:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         arch = "sm_" + capability.replace(".", "")
-        command = [find_ptxas(), "-v", f"-arch={arch}", str(source)]
+        command = [find_ptxas() or "ptxas", "-v", f"-arch={arch}", str(source)]
         command += ["-o", str(source.with_suffix(".cubin"))]
         done = subprocess.run(command, capture_output=True, text=True)
     report = done.stdout + done.stderr

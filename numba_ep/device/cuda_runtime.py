@@ -172,12 +172,8 @@ class Runtime:
         address = int(call(driver.cuMemHostAlloc, max(num_bytes, 1), _HOST_FLAGS))
         self._host_memory.append(address)
         ctypes.memset(address, 0, num_bytes)
-        host = np.frombuffer(
-            (ctypes.c_uint8 * num_bytes).from_address(address), np.uint8
-        )
-        return Memory(
-            int(call(driver.cuMemHostGetDevicePointer, address, 0)), num_bytes, host
-        )
+        host = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+        return Memory(_device_address(address), num_bytes, host)
 
     def register(self, address: int, num_bytes: int) -> int:
         """Pin existing host memory until `close`; returns its address for kernels."""
