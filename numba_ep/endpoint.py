@@ -314,6 +314,8 @@ def leave(rank: int, proxy: Any, network: Any, runtime: Any) -> None:
     Peers that wait for this rank hear of it at once. If the process ends by an
     exception, they may never come to MPI's collective end.
     """
+    # What this rank's kernels asked for, peers may still need.
+    proxy.drain(timeout_s=1.0)
     proxy.abort(wr.ABORT_LEFT, rank)
     close_locally(proxy, network, runtime, keep_memory=True)
     if getattr(sys, "last_value", None) is not None:

@@ -26,6 +26,9 @@ from transport.fifo import FifoReader
 
 BATCH = 64
 LIVENESS_S = 0.25
+# A peer that has ended may have finished the operation that this rank is still in, and
+# all it posted is here: only who still waits after this time waits in vain.
+GRACE_S = 0.5
 IDLE_NS = 20_000_000
 
 
@@ -81,6 +84,7 @@ class Proxy:
         self._busy = always_busy
         self._wake = threading.Event()
         self._told_peers = False
+        self._gone: tuple[float, int] | None = None  # when to give up, abort word
         self._watched = set(self._peers)
         self._next_liveness = time.monotonic() + LIVENESS_S
         self._pending = 0
@@ -226,11 +230,16 @@ class Proxy:
 
     def _watch_aborts(self) -> None:
         fifos = len(self._fifo.words)
-        for i in range(fifos, len(self._words) - 1):
+        for i in range(fifos, len(self._words) - 2):
             value = read_word(int(self._words[i]))
             if value != self._seen[i]:
                 self._seen[i] = value
-                swap_word(self._abort.local, 0, value)
+                if wr.abort_parts(value)[0] == wr.ABORT_LEFT:
+                    self._set_gone(value)
+                else:
+                    swap_word(self._abort.local, 0, value)
+        if self._gone is not None and time.monotonic() > self._gone[0]:
+            swap_word(self._abort.local, 0, self._gone[1])
         self._seen[-2] = read_word(self._abort.local)
         if self._seen[-2]:
             self._tell_peers()
@@ -242,7 +251,11 @@ class Proxy:
                 self._watched.discard(peer)
                 if read_word(int(self._abort.farewells[peer])):
                     continue  # it has left in good order
-                swap_word(self._abort.local, 0, wr.abort_value(wr.ABORT_DEAD, peer))
+                self._set_gone(wr.abort_value(wr.ABORT_DEAD, peer))
+
+    def _set_gone(self, value: int) -> None:
+        if self._gone is None:
+            self._gone = time.monotonic() + GRACE_S, value
 
     def _tell_peers(self) -> None:
         """Write the abort word to every peer, one at a time: some may be gone."""

@@ -75,12 +75,11 @@ from transport.jit import cache_folder
 
 WARP_SIZE = LANES
 DEFAULT_NUM_SMS = 20
-# A block's warps that move rows; its coordinator is one more. Four blocks of 8 warps
+# Seven that move rows and their coordinator. Four blocks of 8 warps
 # already read pinned host memory at the 50 GB/s that PCIe gives, and twelve copy rows
-# within the GPU at 448 GB/s (H200). 15 would move more on few SMs, but leave 128
+# within the GPU at 448 GB/s (H200). 16 would move more on few SMs, but leave 128
 # registers a thread, and dispatch and combine want 140.
-WORKER_WARPS = 7
-WARPS_PER_BLOCK = WARPS_PER_BLOCK
+WARPS_PER_BLOCK = 8
 CAST_GRID = (264, WARPS_PER_BLOCK)
 ONE_BLOCK_WARPS = WARPS_PER_BLOCK  # of layout and notify
 
