@@ -104,6 +104,10 @@ class Buffer:
         """What the proxy has posted so far (`transport.proxy.Statistics`)."""
         return self._endpoint.proxy.statistics()
 
+    def regions(self) -> str:
+        """The memory map of this rank, for people."""
+        return self._endpoint.regions()
+
     # Configs.
 
     @staticmethod

@@ -30,6 +30,7 @@ LIVENESS_S = 0.25
 # all it posted is here: only who still waits after this time waits in vain.
 GRACE_S = 0.5
 IDLE_NS = 20_000_000
+DRAIN_POLL_S = 20e-6
 
 
 class AbortWords(NamedTuple):
@@ -74,8 +75,9 @@ class Proxy:
         self._batch = np.empty((BATCH, wr.NUM_FIELDS), np.int64)
         self._parked: dict[tuple[int, int], deque[np.ndarray]] = {}
         self._direct: deque[np.ndarray] = deque()
-        self._stop_word = np.zeros(1, np.int64)
-        own_words = [abort.local, self._stop_word.ctypes.data]
+        self._stopped = False
+        self._pokes = np.zeros(1, np.int64)  # counts reasons to look at once
+        own_words = [abort.local, self._pokes.ctypes.data]
         self._words = np.concatenate(
             [fifo.words, abort.from_peers, np.array(own_words, np.int64)]
         )
@@ -87,6 +89,7 @@ class Proxy:
         self._gone: tuple[float, int] | None = None  # when to give up, abort word
         self._watched = set(self._peers)
         self._next_liveness = time.monotonic() + LIVENESS_S
+        self._last_poke = 0
         self._pending = 0
         self._idle_rounds = 0
         self.error: BaseException | None = None
@@ -102,35 +105,34 @@ class Proxy:
         """Tell the proxy that kernels run (it polls) or that none does (it sleeps)."""
         self._busy = busy or self._always_busy
         if busy:
-            self._wake.set()
+            self._poke()
 
     def submit(self, batch: np.ndarray) -> None:
         """Post `batch`, [n, NUM_FIELDS] int64, past the FIFOs, from any thread."""
         self._direct.append(np.ascontiguousarray(batch, np.int64))
-        self._wake.set()
+        self._poke()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is queued, parked or under way; False on timeout."""
         deadline = time.monotonic() + timeout_s
         rounds = self._idle_rounds
-        self._wake.set()
         # An idle round that began after now has seen every queue empty.
         while self._idle_rounds < rounds + 2:
             if time.monotonic() > deadline or not self._thread.is_alive():
                 return False
-            self._wake.set()
-            time.sleep(0.0001)
+            self._poke()
+            time.sleep(DRAIN_POLL_S)
         return True
 
     def abort(self, cause: int, culprit: int) -> None:
         """End the Buffer here and at every peer; the first cause stays."""
         swap_word(self._abort.local, 0, wr.abort_value(cause, culprit))
-        self._wake.set()
+        self._poke()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """End the thread; True once it has ended."""
-        self._stop_word[0] = 1
-        self._wake.set()
+        self._stopped = True
+        self._poke()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -139,10 +141,15 @@ class Proxy:
         """A copy of the counts, for people and tests."""
         return replace(self._statistics)
 
+    def _poke(self) -> None:
+        """Have the thread look again, whichever way it waits."""
+        self._pokes[0] += 1
+        self._wake.set()
+
     # The thread.
 
     def _run(self) -> None:
-        while not self._stop_word[0]:
+        while not self._stopped:
             try:
                 self._step()
             except BaseException as error:
@@ -151,6 +158,8 @@ class Proxy:
         self._tell_peers()
 
     def _step(self) -> None:
+        # Read before anything is looked at: a later poke then ends the wait.
+        self._last_poke = self._pokes[0]
         count = self._fifo.pop(self._batch)
         if count:
             self._post(self._batch[:count])
@@ -220,6 +229,7 @@ class Proxy:
         fifos = len(self._fifo.words)
         self._words[:fifos] = self._fifo.words
         self._seen[:fifos] = self._fifo.seen
+        self._seen[-1] = self._last_poke
         busy = self._busy
         # The busy mark is read before the words: what a kernel committed before the
         # mark went down is seen here, and the sleep below cannot miss it.
