@@ -38,6 +38,10 @@ from numpy.typing import NDArray
 # The packages of this source tree, also where they are not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import transport  # noqa: E402
+from transport import wr  # noqa: E402
+from transport.proxy import BATCH  # noqa: E402
+
 CHUNK_SIZES_BYTES = (64 << 10, 118_784, 475_136, 1 << 20)
 NUM_WARMUP_ROUNDS = 2
 BASELINE = "memmove"
@@ -206,8 +210,32 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def main(make_put: MakePut | None = None) -> None:
-    """Measure and print; without make_put, memcpy alone."""
+def make_shm_put(
+    comm: MPI.Intracomm, region_bytes: int
+) -> tuple[MoveChunks, Callable[[], None]]:
+    """Puts of the shm transport as the proxy posts them: batches of work requests."""
+    peer = 1 - comm.Get_rank()
+    counter = region_bytes
+    network = transport.create("shm", comm.Get_rank(), 2, region_bytes + 8, region_bytes)
+    network.connect(comm.allgather(network.card()))
+    comm.Barrier()
+    network.connected()
+    ctypes.memset(network.send.address, 1, region_bytes)
+    comm.Barrier()
+
+    def put(offsets: list[int], chunk_bytes: int) -> None:
+        requests = np.zeros((len(offsets), wr.NUM_FIELDS), np.int64)
+        requests[:, wr.OPCODE], requests[:, wr.PEER] = wr.PUT, peer
+        requests[:, wr.SOURCE] = requests[:, wr.DESTINATION] = offsets
+        requests[:, wr.NUM_BYTES], requests[:, wr.COUNTER_AT] = chunk_bytes, counter
+        for first in range(0, len(requests), BATCH):
+            network.post(requests[first : first + BATCH])
+
+    return put, network.close
+
+
+def main(make_put: MakePut = make_shm_put) -> None:
+    """Measure and print."""
     comm = MPI.COMM_WORLD
     args = parse_arguments()
     if comm.Get_size() != 2:
