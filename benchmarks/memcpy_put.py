@@ -145,14 +145,12 @@ def time_rounds(
 
 
 def run(
-    comm: MPI.Intracomm, args: argparse.Namespace, make_put: MakePut | None
+    comm: MPI.Intracomm, args: argparse.Namespace, make_put: MakePut
 ) -> list[dict[str, Any]]:
     """Measure every chunk size; one record a size, the same on both ranks."""
-    methods = make_memcpy_methods(args.region_bytes, seed=comm.Get_rank())
-    close: Callable[[], None] | None = None
-    if make_put is not None:
-        put, close = make_put(comm, args.region_bytes)
-        methods = {"put": put, **methods}
+    put, close = make_put(comm, args.region_bytes)
+    memcpy = make_memcpy_methods(args.region_bytes, seed=comm.Get_rank())
+    methods = {"put": put, **memcpy}
     records = []
     for chunk_bytes in CHUNK_SIZES_BYTES:
         offsets = chunk_offsets(args.total_bytes, args.region_bytes, chunk_bytes)
@@ -172,8 +170,7 @@ def run(
                 "seconds": {name: s.tolist() for name, s in times.items()},
             }
         )
-    if close is not None:
-        close()
+    close()
     return records
 
 

@@ -35,30 +35,30 @@ def libc_function(builder: Any, name: str, result: Any, arguments: list[Any]) ->
 
 
 @intrinsic
-def load_relaxed(typingctx, base, index):  # type: ignore[no-untyped-def]
+def load_relaxed(typingctx, base, index):
     """The word, atomically and in no order with anything else."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return builder.load_atomic(word_pointer(builder, *args), "monotonic", 8)
 
     return types.int64(types.int64, types.int64), codegen
 
 
 @intrinsic
-def load_acquire(typingctx, base, index):  # type: ignore[no-untyped-def]
+def load_acquire(typingctx, base, index):
     """The word; nothing after this load is seen as older than the store it reads."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return builder.load_atomic(word_pointer(builder, *args), "acquire", 8)
 
     return types.int64(types.int64, types.int64), codegen
 
 
 @intrinsic
-def store_release(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+def store_release(typingctx, base, index, value):
     """Write the word after everything that this thread wrote before."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         pointer = word_pointer(builder, args[0], args[1])
         builder.store_atomic(args[2], pointer, "release", 8)
         return context.get_dummy_value()
@@ -67,10 +67,10 @@ def store_release(typingctx, base, index, value):  # type: ignore[no-untyped-def
 
 
 @intrinsic
-def atomic_add(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+def atomic_add(typingctx, base, index, value):
     """Add to the word, acquire and release; the value before is returned."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         pointer = word_pointer(builder, args[0], args[1])
         return builder.atomic_rmw("add", pointer, args[2], "acq_rel")
 
@@ -78,10 +78,10 @@ def atomic_add(typingctx, base, index, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def compare_and_swap(typingctx, base, index, expected, value):  # type: ignore[no-untyped-def]
+def compare_and_swap(typingctx, base, index, expected, value):
     """Write `value` where the word is `expected`; the word before is returned."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         pointer = word_pointer(builder, args[0], args[1])
         pair = builder.cmpxchg(pointer, args[2], args[3], "acq_rel", "acquire")
         return builder.extract_value(pair, 0)
@@ -90,10 +90,10 @@ def compare_and_swap(typingctx, base, index, expected, value):  # type: ignore[n
 
 
 @intrinsic
-def fence(typingctx):  # type: ignore[no-untyped-def]
+def fence(typingctx):
     """Acquire and release: loads before stay before, stores after stay after."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         builder.fence("acq_rel")
         return context.get_dummy_value()
 
@@ -101,10 +101,10 @@ def fence(typingctx):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def pause(typingctx):  # type: ignore[no-untyped-def]
+def pause(typingctx):
     """Tell the core that this is a waiting loop (nothing on CPUs without such a hint)."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         if llvmlite.binding.get_process_triple().startswith("x86_64"):
             hint = libc_function(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
             builder.call(hint, [])
@@ -114,10 +114,10 @@ def pause(typingctx):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def yield_core(typingctx):  # type: ignore[no-untyped-def]
+def yield_core(typingctx):
     """Let another thread run on this core: `sched_yield(2)`."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         builder.call(libc_function(builder, "sched_yield", I32, []), [])
         return context.get_dummy_value()
 
@@ -125,10 +125,10 @@ def yield_core(typingctx):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def clock_ns(typingctx):  # type: ignore[no-untyped-def]
+def clock_ns(typingctx):
     """Monotonic time in nanoseconds (`time.monotonic_ns`)."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         # Room for struct timespec; in the entry block, or a loop would eat the stack.
         with builder.goto_entry_block():
             timespec = builder.alloca(ir.ArrayType(I64, 2))
@@ -145,10 +145,10 @@ def clock_ns(typingctx):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def copy_bytes(typingctx, destination, source, num_bytes):  # type: ignore[no-untyped-def]
+def copy_bytes(typingctx, destination, source, num_bytes):
     """`memcpy` between two addresses that do not overlap."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         pointers = [builder.inttoptr(a, I8.as_pointer()) for a in args[:2]]
         kind = [I8.as_pointer(), I8.as_pointer(), I64]
         memcpy = libc_function(builder, "memcpy", I8.as_pointer(), kind)

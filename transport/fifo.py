@@ -23,7 +23,7 @@ def fifo_bytes(num_fifos: int, depth: int) -> int:
 
 
 @host.jit
-def _pop(base, freed, depth, taken, words, seen, batch):  # type: ignore[no-untyped-def]
+def _pop(base, freed, depth, taken, words, seen, batch):
     """Copy committed entries of all FIFOs to `batch`; returns how many."""
     count = 0
     for fifo in range(taken.shape[0]):

@@ -42,7 +42,7 @@ class Card(NamedTuple):
 
 
 @host.jit
-def _post(batch, peers, send):  # type: ignore[no-untyped-def]
+def _post(batch, peers, send):
     """Carry out the writes of `batch` in order. Bounds were checked by the caller."""
     for i in range(batch.shape[0]):
         base = peers[batch[i, wr.PEER]]

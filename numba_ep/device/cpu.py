@@ -96,8 +96,8 @@ def set_identity(address: int) -> None:
 
 
 @intrinsic
-def _identity(typingctx, field):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _identity(typingctx, field):
+    def codegen(context, builder, signature, args):
         i32, i64 = ir.IntType(32), ir.IntType(64)
         module = builder.module
         try:
@@ -214,10 +214,10 @@ def _splat(value: int) -> Any:
 
 
 @intrinsic
-def zeros_f32x8(typingctx):  # type: ignore[no-untyped-def]
+def zeros_f32x8(typingctx):
     """Eight sums of +0."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return ir.Constant(_F32X8, [0.0] * 8)
 
     return float32x8(), codegen
@@ -228,10 +228,10 @@ def _group_pointer(builder: Any, base: Any, group: Any) -> Any:
 
 
 @intrinsic
-def add_bf16x8(typingctx, total, base, group):  # type: ignore[no-untyped-def]
+def add_bf16x8(typingctx, total, base, group):
     """`total` plus the eight bfloat16 of 16-byte group `group` at `base`."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         halves = builder.load(_group_pointer(builder, args[1], args[2]), align=2)
         bits = builder.shl(builder.zext(halves, _I32X8), _splat(16))
         return builder.fadd(args[0], builder.bitcast(bits, _F32X8))
@@ -240,10 +240,10 @@ def add_bf16x8(typingctx, total, base, group):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def store_bf16x8(typingctx, base, group, total):  # type: ignore[no-untyped-def]
+def store_bf16x8(typingctx, base, group, total):
     """Round each sum to nearest even and store it; a NaN stays a (quiet) NaN."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         bits = builder.bitcast(args[2], _I32X8)
         high = builder.lshr(bits, _splat(16))
         bias = builder.add(builder.and_(high, _splat(1)), _splat(0x7FFF))

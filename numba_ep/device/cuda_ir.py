@@ -57,8 +57,8 @@ def named(fn: Any, name: str, meaning: str) -> Any:
 
 
 def _loader(name: str, order: str, meaning: str) -> Any:
-    def load(typingctx, base, index):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def load(typingctx, base, index):
+        def codegen(context, builder, signature, args):
             text = f"ld.{order}.b64 $0, [$1];"
             return ptx(builder, text, I64, address_of(builder, *args), memory=True)
 
@@ -68,8 +68,8 @@ def _loader(name: str, order: str, meaning: str) -> Any:
 
 
 def _storer(name: str, order: str, meaning: str) -> Any:
-    def store(typingctx, base, index, value):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def store(typingctx, base, index, value):
+        def codegen(context, builder, signature, args):
             text = f"st.{order}.b64 [$0], $1;"
             address = address_of(builder, args[0], args[1])
             ptx(builder, text, VOID, address, args[2], memory=True)
@@ -81,8 +81,8 @@ def _storer(name: str, order: str, meaning: str) -> Any:
 
 
 def _adder(name: str, order: str, meaning: str) -> Any:
-    def add(typingctx, base, index, value):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def add(typingctx, base, index, value):
+        def codegen(context, builder, signature, args):
             text = f"atom.{order}.add.u64 $0, [$1], $2;"
             address = address_of(builder, args[0], args[1])
             return ptx(builder, text, I64, address, args[2], memory=True)
@@ -110,10 +110,10 @@ add_release_block = _adder(
 
 
 @intrinsic
-def compare_and_swap(typingctx, base, index, expected, value):  # type: ignore[no-untyped-def]
+def compare_and_swap(typingctx, base, index, expected, value):
     """Write `value` where the word is `expected`; the word before is returned."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         text = "atom.acq_rel.sys.cas.b64 $0, [$1], $2, $3;"
         address = address_of(builder, args[0], args[1])
         return ptx(builder, text, I64, address, args[2], args[3], memory=True)
@@ -122,8 +122,8 @@ def compare_and_swap(typingctx, base, index, expected, value):  # type: ignore[n
 
 
 def _order(name: str, text: str, meaning: str) -> Any:
-    def order(typingctx):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def order(typingctx):
+        def codegen(context, builder, signature, args):
             ptx(builder, text, VOID, memory=True)
             return context.get_dummy_value()
 
@@ -142,8 +142,8 @@ block_sync = _order("block_sync", "barrier.sync 0;", "All warps of the block mee
 
 
 def _register(name: str, special: str, width: Any, meaning: str) -> Any:
-    def read(typingctx):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def read(typingctx):
+        def codegen(context, builder, signature, args):
             # LLVM's own names: it knows how large these can be, and that they stay.
             kind = ir.FunctionType(I32, [])
             called = f"llvm.nvvm.read.ptx.sreg.{special}"
@@ -179,20 +179,20 @@ num_blocks = _register("num_blocks", "nctaid.x", _whole, "Blocks of the grid.")
 
 
 @intrinsic
-def clock_ns(typingctx):  # type: ignore[no-untyped-def]
+def clock_ns(typingctx):
     """Nanoseconds of a clock that all of the GPU shares, in steps of up to 1 us."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return ptx(builder, "mov.u64 $0, %globaltimer;", I64, memory=True)
 
     return types.int64(), codegen
 
 
 @intrinsic
-def nap(typingctx, nanoseconds):  # type: ignore[no-untyped-def]
+def nap(typingctx, nanoseconds):
     """Leave the SM to other warps for about that long (at most twice that)."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         ptx(builder, "nanosleep.u32 $0;", VOID, args[0], memory=True)
         return context.get_dummy_value()
 

@@ -39,12 +39,12 @@ def _shuffle(builder: Any, how: str, value: Any) -> Any:
 
 
 def _reduction(name: str, combine: Any, redux: str, meaning: str) -> Any:
-    def reduce(typingctx, value):  # type: ignore[no-untyped-def]
+    def reduce(typingctx, value):
         kind = _integer(value)
         if kind is None:
             return None
 
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):
             total = args[0]
             if total.type == I32:  # one instruction since compute capability 8.0
                 text = f"redux.sync.{redux}.s32 $0, $1, {ALL_LANES};"
@@ -74,13 +74,13 @@ warp_max = _reduction(
 
 
 @intrinsic
-def warp_broadcast(typingctx, value):  # type: ignore[no-untyped-def]
+def warp_broadcast(typingctx, value):
     """Lane 0's `value`, in each lane."""
     kind = _integer(value)
     if kind is None:
         return None
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return _shuffle(builder, "idx.b32 $0, $1, 0", args[0])
 
     return kind(kind), codegen
@@ -96,10 +96,10 @@ def _ballot(builder: Any, flag: Any) -> Any:
 
 
 @intrinsic
-def warp_any(typingctx, flag):  # type: ignore[no-untyped-def]
+def warp_any(typingctx, flag):
     """Whether some lane has the flag, in each lane."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return builder.icmp_unsigned(
             "!=", _ballot(builder, args[0]), ir.Constant(I32, 0)
         )
@@ -108,10 +108,10 @@ def warp_any(typingctx, flag):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def warp_count_below(typingctx, flag):  # type: ignore[no-untyped-def]
+def warp_count_below(typingctx, flag):
     """How many lanes below this one have the flag."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         below = ptx(builder, "mov.u32 $0, %lanemask_lt;", I32)
         count = builder.ctpop(builder.and_(_ballot(builder, args[0]), below))
         return builder.zext(count, I64)

@@ -24,8 +24,8 @@ GLOBAL = 1  # LLVM's number for the address space of GPU and pinned host memory
 def copier(unroll: int) -> Any:
     """`copy_row` with `unroll` vectors of each lane in flight."""
 
-    def copy(typingctx, destination, source, num_bytes):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def copy(typingctx, destination, source, num_bytes):
+        def codegen(context, builder, signature, args):
             ptx(builder, _copy_text(unroll), VOID, *args, memory=True)
             return context.get_dummy_value()
 
@@ -79,10 +79,10 @@ def _has_e4m3() -> bool:
 
 
 @intrinsic
-def store_e4m3(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+def store_e4m3(typingctx, base, index, value):
     """Convert a float32 to e4m3 (nearest even, clipped to 448) and store the byte."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         if _has_e4m3():
             text = "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;"
             zero = ir.Constant(F32, 0.0)
@@ -110,20 +110,20 @@ def _group_pointer(builder: Any, base: Any, group: Any) -> Any:
 
 
 @intrinsic
-def zeros_f32x8(typingctx):  # type: ignore[no-untyped-def]
+def zeros_f32x8(typingctx):
     """Eight sums of +0."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return ir.Constant(ir.ArrayType(F32, 8), [0.0] * 8)
 
     return _SUMS(), codegen
 
 
 @intrinsic
-def add_bf16x8(typingctx, total, base, group):  # type: ignore[no-untyped-def]
+def add_bf16x8(typingctx, total, base, group):
     """`total` plus the eight bfloat16 of 16-byte group `group` at `base`."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         sums = args[0]
         words = builder.load(_group_pointer(builder, args[1], args[2]), align=16)
         for i in range(8):
@@ -154,10 +154,10 @@ def _bf16_pair(builder: Any, low: Any, high: Any) -> Any:
 
 
 @intrinsic
-def store_bf16x8(typingctx, base, group, total):  # type: ignore[no-untyped-def]
+def store_bf16x8(typingctx, base, group, total):
     """Round each sum to nearest even and store the eight as one 16-byte group."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         words = ir.Constant(_I32X4, ir.Undefined)
         for i in range(4):
             low, high = (builder.extract_value(args[2], 2 * i + j) for j in (0, 1))

@@ -28,8 +28,8 @@ def element_pointer(builder: Any, base: Any, index: Any, kind: Any) -> Any:
 
 
 def _loader(name: str, kind: Any, result: Any, widen: bool = False) -> Any:
-    def load(typingctx, base, index):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def load(typingctx, base, index):
+        def codegen(context, builder, signature, args):
             value = builder.load(element_pointer(builder, *args, kind))
             if not widen:
                 return value
@@ -42,8 +42,8 @@ def _loader(name: str, kind: Any, result: Any, widen: bool = False) -> Any:
 
 
 def _storer(name: str, kind: Any, argument: Any) -> Any:
-    def store(typingctx, base, index, value):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def store(typingctx, base, index, value):
+        def codegen(context, builder, signature, args):
             value = builder.trunc(args[2], kind) if kind in (I8, I32) else args[2]
             builder.store(value, element_pointer(builder, args[0], args[1], kind))
             return context.get_dummy_value()
@@ -65,10 +65,10 @@ store_f32 = _storer("store_f32", F32, types.float32)
 
 
 @intrinsic
-def add_i32(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+def add_i32(typingctx, base, index, value):
     """Add to element `index`, atomically among the warps of a kernel; in no order."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         pointer = element_pointer(builder, args[0], args[1], I32)
         builder.atomic_rmw("add", pointer, builder.trunc(args[2], I32), "monotonic")
         return context.get_dummy_value()
@@ -77,10 +77,10 @@ def add_i32(typingctx, base, index, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def load_bf16(typingctx, base, index):  # type: ignore[no-untyped-def]
+def load_bf16(typingctx, base, index):
     """Element `index` as float32 (exact)."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         half = builder.load(element_pointer(builder, *args, I16))
         bits = builder.shl(builder.zext(half, I32), ir.Constant(I32, 16))
         return builder.bitcast(bits, F32)
@@ -89,10 +89,10 @@ def load_bf16(typingctx, base, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def load_bf16_magnitude(typingctx, base, index):  # type: ignore[no-untyped-def]
+def load_bf16_magnitude(typingctx, base, index):
     """The bits of |x|: they order as the numbers do, and integers reduce in SIMD."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         half = builder.load(element_pointer(builder, *args, I16))
         return builder.zext(builder.and_(half, ir.Constant(I16, 0x7FFF)), I32)
 
@@ -100,10 +100,10 @@ def load_bf16_magnitude(typingctx, base, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def magnitude_to_f32(typingctx, bits):  # type: ignore[no-untyped-def]
+def magnitude_to_f32(typingctx, bits):
     """What `load_bf16_magnitude` gave, as float32."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return builder.bitcast(builder.shl(args[0], ir.Constant(I32, 16)), F32)
 
     return types.float32(types.int32), codegen
@@ -137,10 +137,10 @@ def e4m3_code(builder: Any, value: Any) -> Any:
 
 
 @intrinsic
-def store_e4m3(typingctx, base, index, value):  # type: ignore[no-untyped-def]
+def store_e4m3(typingctx, base, index, value):
     """Convert a float32 to e4m3 (nearest even, clipped to 448) and store the byte."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         code = builder.trunc(e4m3_code(builder, args[2]), I8)
         builder.store(code, element_pointer(builder, args[0], args[1], I8))
         return context.get_dummy_value()
@@ -149,10 +149,10 @@ def store_e4m3(typingctx, base, index, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def copy_row(typingctx, destination, source, num_bytes):  # type: ignore[no-untyped-def]
+def copy_row(typingctx, destination, source, num_bytes):
     """`memcpy` by the one lane of a CPU warp."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         to, of = (builder.inttoptr(a, I8.as_pointer()) for a in args[:2])
         kind = ir.FunctionType(I8.as_pointer(), [I8.as_pointer(), I8.as_pointer(), I64])
         try:

@@ -61,7 +61,7 @@ TIMED_OUT = 2
 
 
 @cuda.jit(device=True)
-def wait_verdict(comm, spins, since):  # type: ignore[no-untyped-def]
+def wait_verdict(comm, spins, since):
     """Relax; every 64th time see whether to give up. The same answer on every lane."""
     relax(spins)
     if spins % SPINS_PER_CHECK != SPINS_PER_CHECK - 1:
@@ -75,7 +75,7 @@ def wait_verdict(comm, spins, since):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def report_timeout(comm, role, peer, channel, head, tail, expected):  # type: ignore[no-untyped-def]
+def report_timeout(comm, role, peer, channel, head, tail, expected):
     """Leave a status record and end the Buffer on this rank; the first record stays."""
     if lane_id() == 0 and compare_and_swap(comm.state, STATE_CLAIM, 0, 1) == 0:
         store_i64(comm.control, RECORD, role)
@@ -92,7 +92,7 @@ def report_timeout(comm, role, peer, channel, head, tail, expected):  # type: ig
     warp_sync()
 
 
-def over_peers(advance, report):  # type: ignore[no-untyped-def]
+def over_peers(advance, report):
     """Build a role that serves all peers and never waits for one while another can go.
 
     advance(comm, ring, work, rows, channel, peer) -> (steps done, whether any is left).
@@ -101,7 +101,7 @@ def over_peers(advance, report):  # type: ignore[no-untyped-def]
     """
 
     @cuda.jit(device=True)
-    def role(comm, ring, work, rows, channel):  # type: ignore[no-untyped-def]
+    def role(comm, ring, work, rows, channel):
         spins = 0
         since = clock_ns()
         while True:
@@ -134,7 +134,7 @@ def over_peers(advance, report):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def reserve_entry(comm, channel):  # type: ignore[no-untyped-def]
+def reserve_entry(comm, channel):
     """Take the next entry of the channel's FIFO: (address, sequence), address 0 if the
     Buffer aborts first. Lane 0 alone; what is reserved must be committed."""
     sequence = atomic_add(comm.fifo_tickets + channel * LINE_BYTES, 0, 1)
@@ -161,7 +161,7 @@ def reserve_entry(comm, channel):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def push_put(  # type: ignore[no-untyped-def]
+def push_put(
     comm, channel, peer, source, destination, num_bytes, counter, value
 ):
     """Ask the proxy for a data write followed by its counter. Lane 0 alone."""
@@ -181,7 +181,7 @@ def push_put(  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def push_counter(comm, channel, peer, counter, value):  # type: ignore[no-untyped-def]
+def push_counter(comm, channel, peer, counter, value):
     """Ask the proxy for a counter write alone. Lane 0 alone."""
     entry, sequence = reserve_entry(comm, channel)
     if entry != 0:
@@ -197,13 +197,13 @@ def push_counter(comm, channel, peer, counter, value):  # type: ignore[no-untype
 
 
 @cuda.jit(device=True)
-def counter_at(comm, table, peer, channel):  # type: ignore[no-untyped-def]
+def counter_at(comm, table, peer, channel):
     """Offset in the receive region of the counter of (peer, channel) in `table`."""
     return table + (peer * comm.max_channels + channel) * LINE_BYTES
 
 
 @cuda.jit(device=True)
-def counter_word(comm, table, peer, channel):  # type: ignore[no-untyped-def]
+def counter_word(comm, table, peer, channel):
     """Address of that counter here. Traffic with oneself has its own, in device
     memory."""
     base = comm.own if peer == comm.rank else comm.receive
@@ -211,13 +211,13 @@ def counter_word(comm, table, peer, channel):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def cursor(comm, cursors, peer, channel):  # type: ignore[no-untyped-def]
+def cursor(comm, cursors, peer, channel):
     """Where this operation starts on the ring."""
     return load_i64(cursors, peer * comm.max_channels + channel)
 
 
 @cuda.jit(device=True)
-def rows_on(prefix, peer, channel, num_channels):  # type: ignore[no-untyped-def]
+def rows_on(prefix, peer, channel, num_channels):
     """Rows between this rank and `peer` on `channel`, from inclusive sums [R, C]."""
     return load_i32(prefix, peer * num_channels + channel) - rows_before(
         prefix, peer, channel, num_channels
@@ -225,7 +225,7 @@ def rows_on(prefix, peer, channel, num_channels):  # type: ignore[no-untyped-def
 
 
 @cuda.jit(device=True)
-def rows_before(prefix, peer, channel, num_channels):  # type: ignore[no-untyped-def]
+def rows_before(prefix, peer, channel, num_channels):
     """Rows between this rank and `peer` on the channels before `channel`."""
     if channel == 0:
         return 0
@@ -233,7 +233,7 @@ def rows_before(prefix, peer, channel, num_channels):  # type: ignore[no-untyped
 
 
 @cuda.jit(device=True)
-def first_token(num_tokens, channel, num_channels):  # type: ignore[no-untyped-def]
+def first_token(num_tokens, channel, num_channels):
     """Channel c has tokens [first_token(c), first_token(c + 1))."""
     return num_tokens * channel // num_channels
 
@@ -242,14 +242,14 @@ def first_token(num_tokens, channel, num_channels):  # type: ignore[no-untyped-d
 
 
 @cuda.jit(device=True)
-def slot_at(ring, peer, channel, position):  # type: ignore[no-untyped-def]
+def slot_at(ring, peer, channel, position):
     """Offset of the slot of `position` from the start of the rings, either end."""
     index = (peer * ring.num_channels + channel) * ring.capacity
     return (index + position % ring.capacity) * ring.slot_bytes
 
 
 @cuda.jit(device=True)
-def send_slot(comm, ring, dst_rank, channel, position):  # type: ignore[no-untyped-def]
+def send_slot(comm, ring, dst_rank, channel, position):
     """Address to pack a row at: tokens that stay go straight into the own ring."""
     if dst_rank == comm.rank:
         return ring.own + slot_at(ring, 0, channel, position)
@@ -257,7 +257,7 @@ def send_slot(comm, ring, dst_rank, channel, position):  # type: ignore[no-untyp
 
 
 @cuda.jit(device=True)
-def receive_slot(comm, ring, src_rank, channel, position):  # type: ignore[no-untyped-def]
+def receive_slot(comm, ring, src_rank, channel, position):
     """Address to read a row at."""
     if src_rank == comm.rank:
         return ring.own + slot_at(ring, 0, channel, position)
@@ -269,7 +269,7 @@ def receive_slot(comm, ring, src_rank, channel, position):  # type: ignore[no-un
 
 
 @cuda.jit(device=True)
-def poll_credit(comm, ring, dst_rank, channel, seen):  # type: ignore[no-untyped-def]
+def poll_credit(comm, ring, dst_rank, channel, seen):
     """Positions below this may be written. `seen`: what the last poll returned.
 
     A head that has not reached `start` belongs to the operation before, whose credit is
@@ -285,7 +285,7 @@ def poll_credit(comm, ring, dst_rank, channel, seen):  # type: ignore[no-untyped
 
 
 @cuda.jit(device=True)
-def poll_tail(comm, src_rank, channel, seen):  # type: ignore[no-untyped-def]
+def poll_tail(comm, src_rank, channel, seen):
     """Positions below this may be read. `seen`: what the last poll returned."""
     start = cursor(comm, comm.head_cursors, src_rank, channel)
     word = counter_word(comm, comm.tails_at, src_rank, channel)
@@ -299,7 +299,7 @@ def poll_tail(comm, src_rank, channel, seen):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def publish_chunk(comm, ring, dst_rank, channel, first, count):  # type: ignore[no-untyped-def]
+def publish_chunk(comm, ring, dst_rank, channel, first, count):
     """Send `count` packed rows from position `first`; they never wrap. Lane 0 alone."""
     tail = cursor(comm, comm.tail_cursors, dst_rank, channel) + first + count
     if dst_rank == comm.rank:
@@ -317,7 +317,7 @@ def publish_chunk(comm, ring, dst_rank, channel, first, count):  # type: ignore[
 
 
 @cuda.jit(device=True)
-def return_credit(comm, src_rank, channel, consumed):  # type: ignore[no-untyped-def]
+def return_credit(comm, src_rank, channel, consumed):
     """Tell the source that positions below `consumed` have been read. Lane 0 alone."""
     head = cursor(comm, comm.head_cursors, src_rank, channel) + consumed
     if src_rank == comm.rank:

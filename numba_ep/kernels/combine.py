@@ -59,7 +59,7 @@ GROUP_BYTES = 16  # eight bfloat16 at a time
 
 
 @cuda.jit(device=True)
-def wait_for_row(comm, ring, arrivals, channel, src_rank, position):  # type: ignore[no-untyped-def]
+def wait_for_row(comm, ring, arrivals, channel, src_rank, position):
     """Wait until the row at `position` has come; False if the Buffer aborts.
 
     A receiver may wait for one peer: senders skip, so the row it needs always comes.
@@ -86,21 +86,37 @@ def wait_for_row(comm, ring, arrivals, channel, src_rank, position):  # type: ig
 
 
 @cuda.jit(device=True)
-def wait_for_token(comm, ring, arrivals, channel, token):  # type: ignore[no-untyped-def]
-    """Wait for the token's rows from every rank that got it; False on an abort."""
-    for src_rank in range(comm.num_ranks):
-        at = token * comm.num_ranks + src_rank
-        position = load_i32(arrivals.positions, at)
-        if position >= 0 and not wait_for_row(
-            comm, ring, arrivals, channel, src_rank, position
-        ):
-            return False
-    return True
+def slots_word(comm):
+    """Scratch index of this warp's list of the slots that it adds up."""
+    return (2 * num_warps() + 1 + warp_id()) * comm.num_ranks
 
 
 @cuda.jit(device=True)
-def reduce_token(comm, ring, arrivals, channel, token, rows):  # type: ignore[no-untyped-def]
+def wait_for_token(comm, ring, arrivals, channel, token):
+    """Wait for the token's row from every rank that got it.
+
+    Lists the rows' slots by ascending rank; returns how many, or -1 on an abort.
+    """
+    scratch = block_scratch(ring)
+    count = 0
+    for src_rank in range(comm.num_ranks):
+        at = token * comm.num_ranks + src_rank
+        position = load_i32(arrivals.positions, at)
+        if position >= 0:
+            if not wait_for_row(comm, ring, arrivals, channel, src_rank, position):
+                return -1
+            slot = receive_slot(comm, ring, src_rank, channel, position)
+            # The same value from every lane.
+            store_i64(scratch, slots_word(comm) + count, slot)
+            count += 1
+    warp_sync()
+    return count
+
+
+@cuda.jit(device=True)
+def reduce_token(comm, ring, arrivals, token, count, rows):
     """bias_0 + bias_1 + the rows by ascending rank, in float32, rounded once."""
+    slots = block_scratch(ring) + slots_word(comm) * 8
     first = token * rows.row_bytes
     for group in range(lane_id(), rows.row_bytes // GROUP_BYTES, WARP_SIZE):
         total = zeros_f32x8()
@@ -108,33 +124,26 @@ def reduce_token(comm, ring, arrivals, channel, token, rows):  # type: ignore[no
             total = add_bf16x8(total, arrivals.bias_0 + first, group)
         if arrivals.bias_1 != 0:
             total = add_bf16x8(total, arrivals.bias_1 + first, group)
-        for src_rank in range(comm.num_ranks):
-            at = token * comm.num_ranks + src_rank
-            position = load_i32(arrivals.positions, at)
-            if position >= 0:
-                slot = receive_slot(comm, ring, src_rank, channel, position)
-                total = add_bf16x8(total, slot, group)
+        for i in range(count):
+            total = add_bf16x8(total, load_i64(slots, i), group)
         store_bf16x8(rows.x + first, group, total)
 
 
 @cuda.jit(device=True)
-def reduce_weights(comm, ring, arrivals, channel, token, rows):  # type: ignore[no-untyped-def]
+def reduce_weights(comm, ring, token, count, rows):
     """Sum of the token's weights over ranks, ascending, for each top-k position."""
     if rows.topk_weights == 0:
         return
+    slots = block_scratch(ring) + slots_word(comm) * 8
     for k in range(lane_id(), rows.num_topk, WARP_SIZE):
         total = np.float32(0)
-        for src_rank in range(comm.num_ranks):
-            at = token * comm.num_ranks + src_rank
-            position = load_i32(arrivals.positions, at)
-            if position >= 0:
-                slot = receive_slot(comm, ring, src_rank, channel, position)
-                total += load_f32(slot + rows.row_bytes, k)
+        for i in range(count):
+            total += load_f32(load_i64(slots, i) + rows.row_bytes, k)
         store_f32(rows.topk_weights, token * rows.num_topk + k, total)
 
 
 @cuda.jit(device=True)
-def set_next_needed(comm, ring, arrivals, channel, token, stop, src_rank):  # type: ignore[no-untyped-def]
+def set_next_needed(comm, ring, arrivals, channel, token, stop, src_rank):
     """This warp next needs the first row from `src_rank` of `token` or a later one.
 
     Looking ahead matters: a warp whose next row lies beyond the ring's end would
@@ -151,7 +160,7 @@ def set_next_needed(comm, ring, arrivals, channel, token, stop, src_rank):  # ty
 
 
 @cuda.jit(device=True)
-def advance_needed(comm, ring, arrivals, channel, token, stop):  # type: ignore[no-untyped-def]
+def advance_needed(comm, ring, arrivals, channel, token, stop):
     """`token` is reduced: tell the coordinator what this warp needs next."""
     for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
         at = token * comm.num_ranks + src_rank
@@ -164,24 +173,25 @@ def advance_needed(comm, ring, arrivals, channel, token, stop):  # type: ignore[
 
 
 @cuda.jit(device=True)
-def return_all(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped-def]
+def return_all(comm, ring, arrivals, rows, channel):
     """The coordinator's part of a block of one warp, after every token."""
     for src_rank in range(comm.num_ranks):
         credit_for(comm, ring, arrivals, rows, channel, src_rank)
 
 
 @cuda.jit(device=True)
-def reduce_rows(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped-def]
+def reduce_rows(comm, ring, arrivals, rows, channel):
     """A receiver warp: reduce every num_workers-th token; False on an abort."""
     token = first_token(arrivals.num_tokens, channel, ring.num_channels) + warp_id()
     stop = first_token(arrivals.num_tokens, channel + 1, ring.num_channels)
     for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
         set_next_needed(comm, ring, arrivals, channel, token, stop, src_rank)
     while token < stop:
-        if not wait_for_token(comm, ring, arrivals, channel, token):
+        count = wait_for_token(comm, ring, arrivals, channel, token)
+        if count < 0:
             return False
-        reduce_token(comm, ring, arrivals, channel, token, rows)
-        reduce_weights(comm, ring, arrivals, channel, token, rows)
+        reduce_token(comm, ring, arrivals, token, count, rows)
+        reduce_weights(comm, ring, token, count, rows)
         warp_sync()
         advance_needed(comm, ring, arrivals, channel, token, stop)
         if num_warps() == 1:
@@ -191,7 +201,7 @@ def reduce_rows(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped
 
 
 @cuda.jit(device=True)
-def reducing_block(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped-def]
+def reducing_block(comm, ring, arrivals, rows, channel):
     """One channel's reducing block; its last warp coordinates."""
     start_receiver(comm, ring)
     if num_warps() == 1:
@@ -206,7 +216,7 @@ def reducing_block(comm, ring, arrivals, rows, channel):  # type: ignore[no-unty
 
 
 @cuda.jit
-def combine_kernel(comm, ring, plan, arrivals, sent, reduced):  # type: ignore[no-untyped-def]
+def combine_kernel(comm, ring, plan, arrivals, sent, reduced):
     """Send the rows of `sent` by `plan`, reduce what comes into `reduced`.
 
     Grid: 2 x num_channels blocks.

@@ -53,7 +53,7 @@ from numba_ep.kernels.sender import (
 
 
 @cuda.jit(device=True)
-def unpack_row(comm, arrivals, slot, rows, row):  # type: ignore[no-untyped-def]
+def unpack_row(comm, arrivals, slot, rows, row):
     """Slot -> user row `row`; expert ids become local, others' get -1 and weight 0."""
     lane = lane_id()
     copy_row(rows.x + row * rows.row_bytes, slot, rows.row_bytes)
@@ -76,7 +76,7 @@ def unpack_row(comm, arrivals, slot, rows, row):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def first_row(ring, arrivals, src_rank, channel):  # type: ignore[no-untyped-def]
+def first_row(ring, arrivals, src_rank, channel):
     """The user row of position 0 from `src_rank` on this channel."""
     prefix = arrivals.channel_prefix
     row = rows_before(prefix, src_rank, channel, ring.num_channels)
@@ -86,7 +86,7 @@ def first_row(ring, arrivals, src_rank, channel):  # type: ignore[no-untyped-def
 
 
 @cuda.jit(device=True)
-def unpack_from(comm, ring, arrivals, rows, channel, src_rank):  # type: ignore[no-untyped-def]
+def unpack_from(comm, ring, arrivals, rows, channel, src_rank):
     """Unpack this warp's rows that have arrived from one source.
 
     Returns (rows unpacked, whether any are left).
@@ -120,7 +120,7 @@ receive_rows = over_peers(unpack_from, report_receiver)
 
 
 @cuda.jit(device=True)
-def unpack_and_return(comm, ring, arrivals, rows, channel, src_rank):  # type: ignore[no-untyped-def]
+def unpack_and_return(comm, ring, arrivals, rows, channel, src_rank):
     """Both roles of a block of one warp."""
     unpacked, left = unpack_from(comm, ring, arrivals, rows, channel, src_rank)
     returned, left = credit_for(comm, ring, arrivals, rows, channel, src_rank)
@@ -131,7 +131,7 @@ receive_alone = over_peers(unpack_and_return, report_receiver)
 
 
 @cuda.jit(device=True)
-def start_positions(comm, ring):  # type: ignore[no-untyped-def]
+def start_positions(comm, ring):
     """Rows of a source are dealt to the receiver warps in turn."""
     for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
         needed = needed_word(comm, warp_id(), src_rank)
@@ -140,7 +140,7 @@ def start_positions(comm, ring):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def receiving_block(comm, ring, arrivals, rows, channel):  # type: ignore[no-untyped-def]
+def receiving_block(comm, ring, arrivals, rows, channel):
     """One channel's receiving block; its last warp coordinates."""
     start_receiver(comm, ring)
     if num_warps() == 1:
@@ -156,7 +156,7 @@ def receiving_block(comm, ring, arrivals, rows, channel):  # type: ignore[no-unt
 
 
 @cuda.jit
-def dispatch_kernel(comm, ring, plan, arrivals, sent, received):  # type: ignore[no-untyped-def]
+def dispatch_kernel(comm, ring, plan, arrivals, sent, received):
     """Send the rows of `sent` by `plan`, fill `received` by `arrivals`.
 
     Grid: 2 x num_channels blocks.

@@ -24,7 +24,7 @@ from numba_ep.device import (
 
 
 @cuda.jit(device=True)
-def count_token(arrays, token):  # type: ignore[no-untyped-def]
+def count_token(arrays, token):
     """Count one token once a rank and once an expert."""
     ranks = arrays.num_ranks
     experts_per_rank = arrays.num_experts // ranks
@@ -43,7 +43,7 @@ def count_token(arrays, token):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def fill(arrays, first, step, count):  # type: ignore[no-untyped-def]
+def fill(arrays, first, step, count):
     """Set every count to `count`."""
     for rank in range(first, arrays.num_ranks, step):
         store_i32(arrays.tokens_per_rank, rank, count)
@@ -52,7 +52,7 @@ def fill(arrays, first, step, count):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit
-def layout_kernel(arrays):  # type: ignore[no-untyped-def]
+def layout_kernel(arrays):
     """One block. An id outside [-1, num_experts) turns every count into -1, which
     dispatch refuses: such a token is never routed anywhere."""
     first = warp_id() * WARP_SIZE + lane_id()

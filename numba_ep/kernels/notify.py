@@ -78,7 +78,7 @@ NOT_JUDGED = -1  # the verdict of an operation whose rows never came
 
 
 @cuda.jit(device=True)
-def count_channel(comm, header, notice, dst_rank, channel):  # type: ignore[no-untyped-def]
+def count_channel(comm, header, notice, dst_rank, channel):
     """One warp: positions of a channel's tokens on the ring to `dst_rank`."""
     first = first_token(notice.num_tokens, channel, header.num_channels)
     stop = first_token(notice.num_tokens, channel + 1, header.num_channels)
@@ -105,7 +105,7 @@ def count_channel(comm, header, notice, dst_rank, channel):  # type: ignore[no-u
 
 
 @cuda.jit(device=True)
-def sum_channels(comm, header, notice, dst_rank):  # type: ignore[no-untyped-def]
+def sum_channels(comm, header, notice, dst_rank):
     """One lane: the inclusive sums of a peer; they must end at the caller's count."""
     total = 0
     for channel in range(header.num_channels):
@@ -120,7 +120,7 @@ def sum_channels(comm, header, notice, dst_rank):  # type: ignore[no-untyped-def
 
 
 @cuda.jit(device=True)
-def count_tokens(comm, header, notice):  # type: ignore[no-untyped-def]
+def count_tokens(comm, header, notice):
     """Fill positions, token list and channel prefix; the block has met before."""
     pairs = comm.num_ranks * header.num_channels
     for pair in range(warp_id(), pairs, num_warps()):
@@ -139,13 +139,13 @@ def count_tokens(comm, header, notice):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def area(comm, operation, peer):  # type: ignore[no-untyped-def]
+def area(comm, operation, peer):
     """Offset of a row within the row areas, at either end."""
     return (operation % 2 * comm.num_ranks + peer) * comm.row_bytes
 
 
 @cuda.jit(device=True)
-def row_from(comm, operation, src_rank):  # type: ignore[no-untyped-def]
+def row_from(comm, operation, src_rank):
     """Address of the row of `src_rank`; one's own is read where it was written."""
     if src_rank == comm.rank:
         return comm.send_rows + area(comm, operation, src_rank)
@@ -153,7 +153,7 @@ def row_from(comm, operation, src_rank):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def write_header(row, header, status):  # type: ignore[no-untyped-def]
+def write_header(row, header, status):
     """Lane 0: the words that must be equal on all ranks, in the order of Header."""
     store_i64(row, 0, status)
     store_i64(row, 1, header.kind)
@@ -171,7 +171,7 @@ def write_header(row, header, status):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def write_row(comm, header, notice, status, row, dst_rank):  # type: ignore[no-untyped-def]
+def write_row(comm, header, notice, status, row, dst_rank):
     """One warp: the whole row for `dst_rank`. A refusal is its header alone."""
     if lane_id() == 0:
         write_header(row, header, status)
@@ -193,7 +193,7 @@ def write_row(comm, header, notice, status, row, dst_rank):  # type: ignore[no-u
 
 
 @cuda.jit(device=True)
-def send_row(comm, header, notice, status, operation, dst_rank):  # type: ignore[no-untyped-def]
+def send_row(comm, header, notice, status, operation, dst_rank):
     """One warp: write the row for a peer and push it; the own one just stays."""
     offset = area(comm, operation, dst_rank)
     write_row(comm, header, notice, status, comm.send_rows + offset, dst_rank)
@@ -214,7 +214,7 @@ def send_row(comm, header, notice, status, operation, dst_rank):  # type: ignore
 
 
 @cuda.jit(device=True)
-def wait_for_row_of(comm, operation, src_rank):  # type: ignore[no-untyped-def]
+def wait_for_row_of(comm, operation, src_rank):
     """One warp: until the row of `src_rank` is here; False if the Buffer aborts."""
     word = comm.receive + comm.row_counters_at + src_rank * LINE_BYTES
     spins = 0
@@ -234,7 +234,7 @@ def wait_for_row_of(comm, operation, src_rank):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def wait_for_rows(comm, notice, operation):  # type: ignore[no-untyped-def]
+def wait_for_rows(comm, notice, operation):
     """Each warp waits for its share of the rows, warp 0 then for all warps."""
     for src_rank in range(warp_id(), comm.num_ranks, num_warps()):
         if src_rank != comm.rank and not wait_for_row_of(comm, operation, src_rank):
@@ -258,7 +258,7 @@ def wait_for_rows(comm, notice, operation):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def first_fault(comm, operation):  # type: ignore[no-untyped-def]
+def first_fault(comm, operation):
     """The least (class, rank, field) that is wrong as one number, or a huge one.
 
     Class 0: a rank refuses. Class 1: a rank's field differs from rank 0's.
@@ -280,7 +280,7 @@ def first_fault(comm, operation):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def most_received(comm, operation):  # type: ignore[no-untyped-def]
+def most_received(comm, operation):
     """The largest number of rows that any rank receives, and the first such rank."""
     most = -1
     where = 0
@@ -297,7 +297,7 @@ def most_received(comm, operation):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def judge(comm, header, notice, operation):  # type: ignore[no-untyped-def]
+def judge(comm, header, notice, operation):
     """Leave the refusal and what it is about in the result; returns the refusal."""
     none, fault = first_fault(comm, operation)
     refusal = 0
@@ -329,7 +329,7 @@ def judge(comm, header, notice, operation):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def sum_received(comm, header, notice, operation):  # type: ignore[no-untyped-def]
+def sum_received(comm, header, notice, operation):
     """Where the rows of each source and channel will lie, and how many there are."""
     channels = ROW_TOKENS + comm.num_ranks
     for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
@@ -350,7 +350,7 @@ def sum_received(comm, header, notice, operation):  # type: ignore[no-untyped-de
 
 
 @cuda.jit(device=True)
-def sum_experts(comm, header, notice, operation):  # type: ignore[no-untyped-def]
+def sum_experts(comm, header, notice, operation):
     """Rows for each local expert over all sources, rounded up to the alignment."""
     experts = ROW_TOKENS + comm.num_ranks + comm.max_channels
     alignment = header.expert_alignment
@@ -365,7 +365,7 @@ def sum_experts(comm, header, notice, operation):  # type: ignore[no-untyped-def
 
 
 @cuda.jit(device=True)
-def conclude(comm, notice, operation, verdict):  # type: ignore[no-untyped-def]
+def conclude(comm, notice, operation, verdict):
     """Lane 0 of warp 0: the next kernel and the host may go on."""
     store_i64(comm.state, STATE_OPERATION, operation)
     store_i64(comm.state, STATE_VERDICT, verdict)
@@ -375,7 +375,7 @@ def conclude(comm, notice, operation, verdict):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit
-def notify_kernel(comm, header, notice):  # type: ignore[no-untyped-def]
+def notify_kernel(comm, header, notice):
     """Open operation `state + 1`. One block; runs on a rank that refuses, too."""
     operation = load_i64(comm.state, STATE_OPERATION) + 1
     if warp_id() == 0 and lane_id() == 0:

@@ -32,29 +32,30 @@ from numba_ep.kernels.records import RECEIVE_COORDINATOR, RECEIVER
 from numba_ep.kernels.sender import block_scratch, move_cursors, num_workers
 
 # A receiving block's scratch: for every warp and source the next position it needs,
-# then for every warp and source the tail seen, then for every source the credit returned.
+# then for every warp and source the tail seen, then for every source the credit
+# returned. A reducing block has, behind these, a list of slots for every warp.
 
 
 @cuda.jit(device=True)
-def needed_word(comm, warp, src_rank):  # type: ignore[no-untyped-def]
+def needed_word(comm, warp, src_rank):
     """Scratch index of the next position that `warp` needs from `src_rank`."""
     return warp * comm.num_ranks + src_rank
 
 
 @cuda.jit(device=True)
-def seen_word(comm, warp, src_rank):  # type: ignore[no-untyped-def]
+def seen_word(comm, warp, src_rank):
     """Scratch index of the tail that `warp` has seen from `src_rank`."""
     return (num_warps() + warp) * comm.num_ranks + src_rank
 
 
 @cuda.jit(device=True)
-def returned_word(comm, src_rank):  # type: ignore[no-untyped-def]
+def returned_word(comm, src_rank):
     """Scratch index of the credit that the coordinator has returned to `src_rank`."""
     return 2 * num_warps() * comm.num_ranks + src_rank
 
 
 @cuda.jit(device=True)
-def start_receiver(comm, ring):  # type: ignore[no-untyped-def]
+def start_receiver(comm, ring):
     """Before the first wait: nothing is read, seen or returned."""
     for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
         store_i64(block_scratch(ring), needed_word(comm, warp_id(), src_rank), 0)
@@ -65,7 +66,7 @@ def start_receiver(comm, ring):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def set_needed(comm, ring, src_rank, position):  # type: ignore[no-untyped-def]
+def set_needed(comm, ring, src_rank, position):
     """This warp has read what it needs from `src_rank` below `position`. One lane."""
     index = needed_word(comm, warp_id(), src_rank)
     # Release: the head that follows from this must not overtake the reads of the slot.
@@ -73,7 +74,7 @@ def set_needed(comm, ring, src_rank, position):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def smallest_needed(comm, ring, src_rank, count):  # type: ignore[no-untyped-def]
+def smallest_needed(comm, ring, src_rank, count):
     """Rows from `src_rank` that every receiver warp is done with."""
     smallest = count
     for warp in range(num_workers()):
@@ -83,7 +84,7 @@ def smallest_needed(comm, ring, src_rank, count):  # type: ignore[no-untyped-def
 
 
 @cuda.jit(device=True)
-def credit_for(comm, ring, arrivals, rows, channel, src_rank):  # type: ignore[no-untyped-def]
+def credit_for(comm, ring, arrivals, rows, channel, src_rank):
     """Return the credit of one source once a chunk, or the rest, has been read.
 
     Returns (times credit was returned, whether any rows are left).
@@ -104,7 +105,7 @@ def credit_for(comm, ring, arrivals, rows, channel, src_rank):  # type: ignore[n
 
 
 @cuda.jit(device=True)
-def report_role(comm, ring, arrivals, channel, src_rank, role):  # type: ignore[no-untyped-def]
+def report_role(comm, ring, arrivals, channel, src_rank, role):
     """The status record of a receiving role that waited for `src_rank` in vain."""
     scratch = block_scratch(ring)
     start = cursor(comm, comm.head_cursors, src_rank, channel)
@@ -117,13 +118,13 @@ def report_role(comm, ring, arrivals, channel, src_rank, role):  # type: ignore[
 
 
 @cuda.jit(device=True)
-def report_receiver(comm, ring, arrivals, channel, src_rank):  # type: ignore[no-untyped-def]
+def report_receiver(comm, ring, arrivals, channel, src_rank):
     """The status record of a receiver warp."""
     report_role(comm, ring, arrivals, channel, src_rank, RECEIVER)
 
 
 @cuda.jit(device=True)
-def report_coordinator(comm, ring, arrivals, channel, src_rank):  # type: ignore[no-untyped-def]
+def report_coordinator(comm, ring, arrivals, channel, src_rank):
     """The status record of a receiver coordinator."""
     report_role(comm, ring, arrivals, channel, src_rank, RECEIVE_COORDINATOR)
 
@@ -132,6 +133,6 @@ return_credits = over_peers(credit_for, report_coordinator)
 
 
 @cuda.jit(device=True)
-def end_receives(comm, ring, arrivals, channel):  # type: ignore[no-untyped-def]
+def end_receives(comm, ring, arrivals, channel):
     """All credit is returned: move the cursors, once."""
     move_cursors(comm, ring, arrivals.channel_prefix, channel, comm.head_cursors)

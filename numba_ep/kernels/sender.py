@@ -50,20 +50,20 @@ from numba_ep.kernels.records import SEND_COORDINATOR, SENDER
 
 
 @cuda.jit(device=True)
-def packed_count(ring, dst_rank, position):  # type: ignore[no-untyped-def]
+def packed_count(ring, dst_rank, position):
     """Scratch index of the count of packed rows in the chunk of `position`."""
     chunks = ring.capacity // ring.chunk
     return dst_rank * chunks + position // ring.chunk % chunks
 
 
 @cuda.jit(device=True)
-def block_scratch(ring):  # type: ignore[no-untyped-def]
+def block_scratch(ring):
     """Address of this block's scratch."""
     return ring.scratch + block_id() * ring.scratch_words * 8
 
 
 @cuda.jit(device=True)
-def scratch_part(comm, ring, warp):  # type: ignore[no-untyped-def]
+def scratch_part(comm, ring, warp):
     """Address of a warp's part of the scratch; `num_warps()`: the coordinator's."""
     chunks = ring.capacity // ring.chunk
     words = comm.num_ranks * chunks + warp * 2 * comm.num_ranks
@@ -71,13 +71,13 @@ def scratch_part(comm, ring, warp):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def num_workers():  # type: ignore[no-untyped-def]
+def num_workers():
     """Warps of a block that move rows: all but the coordinator, if there is one."""
     return max(num_warps() - 1, 1)
 
 
 @cuda.jit(device=True)
-def row_of(ring, plan, dst_rank, channel, position):  # type: ignore[no-untyped-def]
+def row_of(ring, plan, dst_rank, channel, position):
     """Which user row is `position` on the ring to `dst_rank`."""
     if plan.token_list != 0:
         first = first_token(plan.num_tokens, channel, ring.num_channels)
@@ -89,7 +89,7 @@ def row_of(ring, plan, dst_rank, channel, position):  # type: ignore[no-untyped-
 
 
 @cuda.jit(device=True)
-def pack_row(slot, rows, row):  # type: ignore[no-untyped-def]
+def pack_row(slot, rows, row):
     """User row `row` -> slot: x | scales | top-k ids | top-k weights."""
     lane = lane_id()
     copy_row(slot, rows.x + row * rows.row_bytes, rows.row_bytes)
@@ -111,7 +111,7 @@ def pack_row(slot, rows, row):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def start_sender(comm, ring):  # type: ignore[no-untyped-def]
+def start_sender(comm, ring):
     """Before the first wait: no row is packed, every warp begins with its own first."""
     own = scratch_part(comm, ring, warp_id())
     coordinator = scratch_part(comm, ring, num_warps())
@@ -128,7 +128,7 @@ def start_sender(comm, ring):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def pack_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-untyped-def]
+def pack_for(comm, ring, plan, rows, channel, dst_rank):
     """Pack this warp's next rows for one peer, at most a chunk's worth of positions.
 
     Returns (rows packed, whether any are left).
@@ -160,7 +160,7 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-unty
 
 
 @cuda.jit(device=True)
-def report_sender(comm, ring, plan, channel, dst_rank):  # type: ignore[no-untyped-def]
+def report_sender(comm, ring, plan, channel, dst_rank):
     """The status record of a sender warp that waited for credit in vain."""
     own = scratch_part(comm, ring, warp_id())
     start = cursor(comm, comm.tail_cursors, dst_rank, channel)
@@ -174,7 +174,7 @@ send_rows = over_peers(pack_for, report_sender)
 
 
 @cuda.jit(device=True)
-def publish_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-untyped-def]
+def publish_for(comm, ring, plan, rows, channel, dst_rank):
     """Publish the next chunk for one peer if all its rows are packed.
 
     Returns (chunks published, whether any are left).
@@ -200,7 +200,7 @@ def publish_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-u
 
 
 @cuda.jit(device=True)
-def report_coordinator(comm, ring, plan, channel, dst_rank):  # type: ignore[no-untyped-def]
+def report_coordinator(comm, ring, plan, channel, dst_rank):
     """The status record of a sender coordinator whose warps packed no row any more."""
     start = cursor(comm, comm.tail_cursors, dst_rank, channel)
     tail = start + load_i64(scratch_part(comm, ring, num_warps()), dst_rank)
@@ -211,7 +211,7 @@ publish_chunks = over_peers(publish_for, report_coordinator)
 
 
 @cuda.jit(device=True)
-def move_cursors(comm, ring, prefix, channel, cursors):  # type: ignore[no-untyped-def]
+def move_cursors(comm, ring, prefix, channel, cursors):
     """The operation is over on this channel: the next one starts behind its rows."""
     for peer in range(lane_id(), comm.num_ranks, WARP_SIZE):
         moved = cursor(comm, cursors, peer, channel)
@@ -220,7 +220,7 @@ def move_cursors(comm, ring, prefix, channel, cursors):  # type: ignore[no-untyp
 
 
 @cuda.jit(device=True)
-def pack_and_publish_for(comm, ring, plan, rows, channel, dst_rank):  # type: ignore[no-untyped-def]
+def pack_and_publish_for(comm, ring, plan, rows, channel, dst_rank):
     """Both roles of a block of one warp."""
     packed, left = pack_for(comm, ring, plan, rows, channel, dst_rank)
     published, left = publish_for(comm, ring, plan, rows, channel, dst_rank)
@@ -231,7 +231,7 @@ send_alone = over_peers(pack_and_publish_for, report_sender)
 
 
 @cuda.jit(device=True)
-def sending_block(comm, ring, plan, rows, channel):  # type: ignore[no-untyped-def]
+def sending_block(comm, ring, plan, rows, channel):
     """One channel's sending block; its last warp coordinates."""
     start_sender(comm, ring)
     if num_warps() == 1:
