@@ -38,9 +38,9 @@ from numpy.typing import NDArray
 # The packages of this source tree, also where they are not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import transport  # noqa: E402
-from transport import wr  # noqa: E402
-from transport.proxy import BATCH  # noqa: E402
+import transport
+from transport import wr
+from transport.proxy import BATCH
 
 CHUNK_SIZES_BYTES = (64 << 10, 118_784, 475_136, 1 << 20)
 NUM_WARMUP_ROUNDS = 2
@@ -211,9 +211,9 @@ def make_shm_put(
     comm: MPI.Intracomm, region_bytes: int
 ) -> tuple[MoveChunks, Callable[[], None]]:
     """Puts of the shm transport as the proxy posts them: batches of work requests."""
-    peer = 1 - comm.Get_rank()
     counter = region_bytes
-    network = transport.create("shm", comm.Get_rank(), 2, region_bytes + 8, region_bytes)
+    rank = comm.Get_rank()
+    network = transport.create("shm", rank, 2, region_bytes + 8, region_bytes)
     network.connect(comm.allgather(network.card()))
     comm.Barrier()
     network.connected()
@@ -222,7 +222,7 @@ def make_shm_put(
 
     def put(offsets: list[int], chunk_bytes: int) -> None:
         requests = np.zeros((len(offsets), wr.NUM_FIELDS), np.int64)
-        requests[:, wr.OPCODE], requests[:, wr.PEER] = wr.PUT, peer
+        requests[:, wr.OPCODE], requests[:, wr.PEER] = wr.PUT, 1 - rank
         requests[:, wr.SOURCE] = requests[:, wr.DESTINATION] = offsets
         requests[:, wr.NUM_BYTES], requests[:, wr.COUNTER_AT] = chunk_bytes, counter
         for first in range(0, len(requests), BATCH):

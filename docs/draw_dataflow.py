@@ -98,7 +98,8 @@ def counter(x: float, y: float, words: str, colour: str) -> str:
 
 def fifo_and_proxy(x: float) -> list[str]:
     """What stands between a kernel and the network card, on either side."""
-    cells = [box(x + SLOT * i, 262, SLOT, SLOT, NEXT if i < 1 else FREE) for i in (0, 1, 2)]
+    fills = (NEXT, FREE, FREE)
+    cells = [box(x + SLOT * i, 262, SLOT, SLOT, fill) for i, fill in enumerate(fills)]
     return [
         text(x - 10, 282, "FIFO", anchor="end", weight="bold"),
         *cells,

@@ -77,8 +77,9 @@ def check(
 ) -> Any:  # fmt: skip
     """`array` if it has one of `dtypes` and `shape` (None: any size), else raise.
 
-    Raises TypeError for what is no array, ArgumentError for a wrong dtype, shape, layout
-    or place. On a GPU rows are read 16 bytes at a time: the address must allow it.
+    Raises TypeError for what is no array, ArgumentError for a wrong dtype, shape,
+    layout or place. On a GPU rows are read 16 bytes at a time: the address must allow
+    it.
     """
     try:
         module_of(array)
@@ -98,8 +99,8 @@ def check(
     if _is_on_gpu(array) != on_gpu:
         place = ("the CPU", "the GPU")
         raise ArgumentError(
-            f"{name}: expected an array on {place[on_gpu]}, where this Buffer works, got "
-            f"one on {place[not on_gpu]}"
+            f"{name}: expected an array on {place[on_gpu]}, where this Buffer works, "
+            f"got one on {place[not on_gpu]}"
         )
     if contiguous and not _is_contiguous(array):
         raise ArgumentError(
@@ -127,7 +128,9 @@ def _dtype(module: str, name: str) -> Any:
     return np.dtype(name)
 
 
-def empty(like: Any, shape: tuple[int, ...], dtype: str, fill: int | None = None) -> Any:
+def empty(
+    like: Any, shape: tuple[int, ...], dtype: str, fill: int | None = None
+) -> Any:
     """A new array of `like`'s library and place, filled with `fill` if given."""
     module = module_of(like)
     kind = _dtype(module, dtype)

@@ -5,8 +5,8 @@
     send region (the NIC reads)    rows | send rings
     local (kernels, host)          state | cursors | FIFO tickets;  control;  FIFO
 
-Everything before the rings has a fixed size and place, equal on all ranks. The rings take
-what `num_rdma_bytes` gives, one half at either end, and are laid out anew by each
+Everything before the rings has a fixed size and place, equal on all ranks. The rings
+take what `num_rdma_bytes` gives, one half at either end, and are laid out anew by each
 operation. All arithmetic is Python's, so no size overflows.
 """
 

@@ -31,10 +31,10 @@ class Buffer:
 
     group: an mpi4py communicator, the group that `spawn` hands out, or a torch process
     group. num_rdma_bytes: bytes of the rings, see `Config.get_rdma_buffer_size_hint`.
-    num_qps_per_rank: the most channels that an operation may use, 2 SMs each. The NVLink
-    arguments, low_latency_mode=False and explicitly_destroy are DeepEP's and mean
-    nothing here. transport: "shm". device: "auto", "cuda" or "cpu", the same for the
-    whole process. timeout_s: seconds after which a wait for a peer ends the Buffer.
+    num_qps_per_rank: the most channels that an operation may use, 2 SMs each. The
+    NVLink arguments, low_latency_mode=False and explicitly_destroy are DeepEP's and
+    mean nothing here. transport: "shm". device: "auto", "cuda" or "cpu", the same for
+    the whole process. timeout_s: seconds after which a wait for a peer ends the Buffer.
 
     Construction and `destroy` are collective. All operations are ordered; every rank
     must call the same ones in the same order.
@@ -62,7 +62,7 @@ class Buffer:
         if low_latency_mode:
             raise ValueError("low_latency_mode: numba_ep has the normal mode only")
         if num_rdma_bytes < 0:
-            raise ValueError(f"num_rdma_bytes: expected 0 or more, got {num_rdma_bytes}")
+            raise ValueError(f"num_rdma_bytes: expected 0+, got {num_rdma_bytes}")
         if num_qps_per_rank < 1:
             raise ValueError(f"num_qps_per_rank: expected 1+, got {num_qps_per_rank}")
         if timeout_s <= 0:
@@ -152,7 +152,8 @@ class Buffer:
         self._endpoint.raise_if_ended()
         _check_events(previous_event, async_finish, allocate_on_comm_stream)
         checks.check_experts(num_experts, self.group_size)
-        arrays.check("topk_idx", topk_idx, ("int64",), (None, None), self._endpoint.on_gpu)
+        on_gpu = self._endpoint.on_gpu
+        arrays.check("topk_idx", topk_idx, ("int64",), (None, None), on_gpu)
         num_tokens, num_topk = (int(n) for n in topk_idx.shape)
         per_rank = empty(topk_idx, (self.group_size,), "int32")
         per_expert = empty(topk_idx, (num_experts,), "int32")

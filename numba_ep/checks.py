@@ -97,8 +97,8 @@ def _check_row_bytes(name: str, x: Any, dtype: str) -> None:
     hidden = int(x.shape[1])
     if hidden == 0 or hidden * ITEM_BYTES[dtype] % ROW_ALIGNMENT:
         raise ArgumentError(
-            f"{name}: expected rows of a positive multiple of {ROW_ALIGNMENT} bytes, got "
-            f"hidden {hidden} of {dtype}"
+            f"{name}: expected rows of a positive multiple of {ROW_ALIGNMENT} bytes, "
+            f"got hidden {hidden} of {dtype}"
         )
 
 
@@ -159,8 +159,8 @@ def check_layout(
     ):
         if array is None:
             raise ArgumentError(
-                f"{name}: expected an array from get_dispatch_layout (or a handle), got "
-                "None"
+                f"{name}: expected an array from get_dispatch_layout (or a handle), "
+                "got None"
             )
         check(name, array, (dtype,), shape, on_gpu)
     check_experts(int(tokens_per_expert.shape[0]), num_ranks)

@@ -91,8 +91,8 @@ class Config(_Fields):
         )  # fmt: skip
         if self.chunk > self.capacity // 2:
             raise ValueError(
-                "num_max_rdma_chunked_send_tokens: expected at most half of the ring of "
-                f"{self.capacity} tokens, got {chunk}; raise "
+                "num_max_rdma_chunked_send_tokens: expected at most half of the ring "
+                f"of {self.capacity} tokens, got {chunk}; raise "
                 f"num_max_rdma_chunked_recv_tokens to {2 * chunk} or more"
             )
         return self
@@ -122,8 +122,8 @@ class Config(_Fields):
     ) -> int:
         """Bytes of `num_rdma_bytes` that this config needs: send rings, receive rings.
 
-        hidden_bytes: bytes of a token's row in its widest dtype. It covers the scales of
-        an FP8 row of as many bytes and up to `num_topk` experts a token.
+        hidden_bytes: bytes of a token's row in its widest dtype. It covers the scales
+        of an FP8 row of as many bytes and up to `num_topk` experts a token.
         """
         _positive("hidden_bytes", hidden_bytes)
         _positive("num_ranks", num_ranks)
@@ -136,7 +136,7 @@ class Config(_Fields):
 
 
 def default_config(num_ranks: int, num_sms: int) -> Config:
-    """A config for any number of ranks; fewer slots a ring where there are many rings."""
+    """A config for any number of ranks: the more rings, the fewer slots a ring."""
     _positive("num_ranks", num_ranks)
     chunk, capacity = (16, 128) if num_ranks <= 16 else (8, 64)
     return Config(num_sms, chunk, capacity, chunk, capacity)

@@ -217,7 +217,9 @@ class Endpoint:
 
     # Operations.
 
-    def launch(self, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]) -> None:
+    def launch(
+        self, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]
+    ) -> None:
         """Run a kernel that may wait for peers; raises what ended the Buffer."""
         self.raise_if_ended()
         self.proxy.set_busy(True)
@@ -261,7 +263,8 @@ class Endpoint:
         """
         if not self._close.alive:
             return
-        met = self.ended_by is None and self.runtime.synchronize(self.settings.timeout_s)
+        timeout_s = self.settings.timeout_s
+        met = self.ended_by is None and self.runtime.synchronize(timeout_s)
         met = met and self._part()
         self._close.detach()
         close_locally(self.proxy, self.transport, self.runtime, keep_memory=not met)
@@ -336,7 +339,7 @@ def all_or_none(members: Members, what: str, undo: Any = None) -> Iterator[None]
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:
+    except Exception as caught:  # noqa: BLE001 (raised below, after all know)
         error = caught
     texts = members.allgather(None if error is None else f"{error}")
     failed = [rank for rank, text in enumerate(texts) if text is not None]

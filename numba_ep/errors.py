@@ -62,8 +62,8 @@ def refused(
         text = f"the ranks disagree on {name}: {values}"
     elif refusal == Refusal.TOO_MANY_TOKENS:
         text = (
-            f"num_worst_tokens: expected at least {got}, which rank {culprit} receives, "
-            f"got {expected}"
+            f"num_worst_tokens: expected at least {got}, which rank {culprit} "
+            f"receives, got {expected}"
         )
     else:
         text = f"rank {culprit} refused: {_REASONS[Refusal(refusal)]}"
@@ -92,8 +92,8 @@ def aborted(
             f"{expected})"
         )
     if cause == wr.ABORT_TIMEOUT:
-        text = f"{who} did not answer within {timeout_s:g} s{waited}; is it still alive?"
-        return PeerTimeout(text, culprit)
+        text = f"{who} did not answer within {timeout_s:g} s{waited}"
+        return PeerTimeout(f"{text}; is it still alive?", culprit)
     if cause == wr.ABORT_DEAD:
         return PeerTimeout(f"{who} has ended{waited}", culprit)
     if cause == wr.ABORT_LEFT:

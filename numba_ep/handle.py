@@ -1,4 +1,4 @@
-"""What a dispatch leaves for combine and for cached dispatches, and the event object."""
+"""What a dispatch leaves for combine and cached dispatches; the event object."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Handle(_Fields):
     """Unpacks into the six fields of DeepEP's pull request 375, in its order.
 
     is_token_in_rank: [T, R] bool, as given. rdma_channel_prefix_matrix: [R, C] int32,
-    rows for each rank up to and with each channel. recv_rdma_channel_prefix_matrix:
-    [R, C] int32, the same for rows received. recv_rdma_rank_prefix_sum: [R] int32.
-    num_recv_tokens: rows received. send_rdma_head: [T, R] int32, position of the token's
-    row on the ring of its channel, counted from the operation's start, or -1.
+    rows for each rank up to and with each channel. recv_rdma_channel_prefix_matrix: [R,
+    C] int32, the same for rows received. recv_rdma_rank_prefix_sum: [R] int32.
+    num_recv_tokens: rows received. send_rdma_head: [T, R] int32, position of the
+    token's row on the ring of its channel, counted from the operation's start, or -1.
     """
 
     # Beside the six: what the next calls check and need.

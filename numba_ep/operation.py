@@ -65,7 +65,7 @@ class Operation:
         error: Exception | None = None
         try:
             yield
-        except Exception as caught:
+        except Exception as caught:  # noqa: BLE001 (raised when all ranks know)
             error = caught
         header, notice = self.header, self.notice
         if error is not None:
@@ -203,8 +203,9 @@ class Dispatch(Operation):
         )
 
     def _new_handle(self, in_rank: Any, num_experts: int) -> Handle:
-        payload, ranks, channels = self.payload, self.num_ranks, self.config.num_channels
-        tokens, x = payload.num_tokens, payload.x
+        payload, x = self.payload, self.payload.x
+        ranks, channels = self.num_ranks, self.config.num_channels
+        tokens = payload.num_tokens
         handle = Handle(
             is_token_in_rank=in_rank,
             rdma_channel_prefix_matrix=empty(x, (ranks, channels), "int32"),
@@ -236,8 +237,8 @@ class Dispatch(Operation):
         expected = int(self.handle.is_token_in_rank.shape[0])
         if self.payload.num_tokens != expected:
             raise ArgumentError(
-                f"x: expected {expected} tokens as in the dispatch that made the handle, "
-                f"got {self.payload.num_tokens}"
+                f"x: expected {expected} tokens as in the dispatch that made the "
+                f"handle, got {self.payload.num_tokens}"
             )
         if 0 < self.num_worst_tokens < self.handle.num_recv_tokens:
             raise ArgumentError(

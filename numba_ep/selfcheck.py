@@ -157,11 +157,8 @@ class Checker:
             rows, handle, topk_weights=weights, bias=given_bias
         )
         # Only this rank's own tokens matter to it: leave the others' out.
-        nothing = mine._replace(
-            **{
-                field: None if part is None else part[:0]
-                for field, part in mine._asdict().items()
-            }
+        nothing = RankInput._make(
+            None if part is None else part[:0] for part in mine
         )
         only_mine = [mine if r == rank else nothing for r in range(self.num_ranks)]
         parts = [
@@ -173,13 +170,18 @@ class Checker:
             parts,
             rank,
             sizes.num_tokens,
-            None if weights is None else [part.topk_weights for part in parts],
+            None if weights is None else [_weights(part) for part in parts],
             bias,
         )
-        arrays = [("combined_x", combined, expected)]
+        arrays: list[tuple[str, Any, Any]] = [("combined_x", combined, expected)]
         if weights is not None:
             arrays.append(("combined_topk_weights", got_weights, expected_weights))
         return Outcome(f"combine/{name}", differences(arrays))
+
+
+def _weights(received: Received) -> np.ndarray:
+    assert received.topk_weights is not None
+    return received.topk_weights
 
 
 def _rows(recv_x: Any, expected: Received) -> list[tuple[str, Any, Any]]:

@@ -1,7 +1,8 @@
 """`mpirun -np 16 python -m numba_ep.test`: is it right, and how fast is it?
 
 Checks layout, dispatch, cached dispatch and combine against the NumPy oracle, bit for
-bit, then times chunk sizes. `--ranks N` runs N ranks as threads of this process instead.
+bit, then times chunk sizes. `--ranks N` runs N ranks as threads of this process
+instead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numba_ep.config import Config
 from numba_ep.group import Members, members, world
 
 FULL_SIZES = (4096, 7168, 8, 256)
+OPERATIONS = (("dispatch", "fp8"), ("dispatch", "bf16"), ("combine", "bf16"))
 SIZE_NAMES = ("num_tokens", "hidden", "num_topk", "num_experts")
 
 
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", choices=devices.DEVICES, help="default: auto")
     p.add_argument("--skip-tuning", action="store_true", help="time the default config")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--timeout", type=float, default=30.0, help="seconds a wait may take")
+    p.add_argument("--timeout", type=float, default=30.0, help="seconds a wait may be")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     return p
 
@@ -57,7 +59,7 @@ def choose_work(options: argparse.Namespace, num_ranks: int, on_gpu: bool) -> Wo
     given = [getattr(options, name) for name in SIZE_NAMES]
     pairs = zip(given, (*defaults, experts))
     values = [default if value is None else value for value, default in pairs]
-    return Work(*values, chosen=not on_gpu and None in given[:2])
+    return Work._make([*values, not on_gpu and None in given[:2]])
 
 
 def ring_bytes(work: Work, configs: list[Config], num_ranks: int) -> int:
@@ -130,8 +132,9 @@ class Run:
         work = self.work
         self.say(
             f"{self.ranks.num_ranks} ranks on {devices.target()}, transport "
-            f"{self.options.transport}: {work.num_tokens} tokens, hidden {work.hidden}, "
-            f"top-{work.num_topk} of {work.num_experts} experts, {config.num_sms} SMs"
+            f"{self.options.transport}: {work.num_tokens} tokens, "
+            f"hidden {work.hidden}, top-{work.num_topk} of {work.num_experts} experts, "
+            f"{config.num_sms} SMs"
         )
         if work.chosen:
             full = " ".join(
@@ -166,7 +169,7 @@ class Run:
             f"{'raw':>8}   GB/s a rank"
         )
         results: dict[str, Any] = {"dispatch": {}, "combine": {}}
-        for kind, data in (("dispatch", "fp8"), ("dispatch", "bf16"), ("combine", "bf16")):
+        for kind, data in OPERATIONS:
             figures = []
             for config in configs[kind]:
                 one = (

@@ -136,7 +136,8 @@ class Tuner:
                     wr.put(peer, queue, source, to, count * slot, counter, first)
                 )
         # Peers in turn, each rank beginning with another.
-        puts.sort(key=lambda p: (p.value, (p.peer - endpoint.rank) % endpoint.num_ranks))
+        ranks, rank = endpoint.num_ranks, endpoint.rank
+        puts.sort(key=lambda p: (p.value, (p.peer - rank) % ranks))
         return np.array(puts, np.int64).reshape(-1, wr.NUM_FIELDS)
 
     def _put_all(self, puts: np.ndarray) -> None:

@@ -6,6 +6,7 @@ import ast
 import fnmatch
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,9 +55,8 @@ numba_ep.selfcheck
 numba_ep.tuning
 numba_ep.test
 """
-LEVEL = {
-    name: level for level, line in enumerate(LAYERS.splitlines()) for name in line.split()
-}
+LINES = LAYERS.splitlines()
+LEVEL = {name: level for level, line in enumerate(LINES) for name in line.split()}
 
 # What numba_ep may take from transport, and where.
 ANYWHERE = ["numba_ep/*"]
@@ -154,10 +154,9 @@ def test_every_module_has_a_place_in_the_layers() -> None:
 def test_imports_go_downwards_only() -> None:
     wrong = []
     for found in IMPORTS:
-        own = module_name(ROOT / found.path)
-        if own in LEVEL and found.module in LEVEL:
-            if LEVEL[found.module] >= LEVEL[own]:
-                wrong.append(found)
+        level = LEVEL.get(module_name(ROOT / found.path), len(LINES))
+        if LEVEL.get(found.module, -1) >= level:
+            wrong.append(found)
     assert report(wrong) == []
 
 
@@ -271,12 +270,12 @@ def test_quickstart_runs_as_printed() -> None:
 
 
 def test_readme_counts_lines() -> None:
-    """The reading order names every file once, with its lines to about a tenth."""
+    """The reading order names every file once, with its lines to about a fifth."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     told = dict(re.findall(r"\[`([\w/.]+\.py)`\]\([\w/.]+\) +\| +(\d+)", text))
     for name, lines in told.items():
         count = len((ROOT / name).read_text(encoding="utf-8").splitlines())
-        assert abs(count - int(lines)) <= max(10, count // 10), f"{name}: {count} lines"
+        assert abs(count - int(lines)) <= max(10, count // 5), f"{name}: {count} lines"
     assert "numba_ep/buffer.py" in told
 
 
@@ -288,11 +287,9 @@ def test_local_links_of_the_readme() -> None:
 
 
 def test_picture_is_what_its_script_draws() -> None:
-    code = "import runpy; print(runpy.run_path('docs/draw_dataflow.py')['drawing'](), end='')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == (ROOT / "docs/dataflow.svg").read_text(encoding="utf-8")
+    script = runpy.run_path(str(ROOT / "docs/draw_dataflow.py"))
+    drawn = (ROOT / "docs/dataflow.svg").read_text(encoding="utf-8")
+    assert script["drawing"]() == drawn, "run python docs/draw_dataflow.py"
 
 
 # Sizes.

@@ -20,7 +20,7 @@ if JIT_DISABLED:
         yield_core,
     )
 else:
-    from transport.atomics_jit import (  # type: ignore[assignment]
+    from transport.atomics_jit import (
         atomic_add,
         clock_ns,
         compare_and_swap,

@@ -102,7 +102,7 @@ def fence(typingctx):
 
 @intrinsic
 def pause(typingctx):
-    """Tell the core that this is a waiting loop (nothing on CPUs without such a hint)."""
+    """Tell the core that this is a waiting loop (nothing where there is no hint)."""
 
     def codegen(context, builder, signature, args):
         if llvmlite.binding.get_process_triple().startswith("x86_64"):

@@ -3,6 +3,8 @@
 An aligned 8-byte access through ctypes is one load or store of the machine. Order comes
 from x86-64, which keeps stores in order, and from the interpreter's own lock; on a
 weakly ordered CPU use one process (`spawn`), whose lock orders everything.
+
+Arguments may be NumPy integers, as in compiled code; ctypes takes Python's alone.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import threading
 import time
 
 _lock = threading.Lock()
+PAUSE_S, YIELD_S = 2e-5, 1e-4
 
 
 def _word(base: int, index: int) -> ctypes.c_int64:
-    return ctypes.c_int64.from_address(base + 8 * index)
+    return ctypes.c_int64.from_address(int(base + 8 * index))
 
 
 def load_relaxed(base: int, index: int) -> int:
@@ -28,7 +31,7 @@ load_acquire = load_relaxed
 
 def store_release(base: int, index: int, value: int) -> None:
     """Write the word at `base + 8 * index`."""
-    _word(base, index).value = value
+    _word(base, index).value = int(value)
 
 
 def atomic_add(base: int, index: int, value: int) -> int:
@@ -36,7 +39,7 @@ def atomic_add(base: int, index: int, value: int) -> int:
     with _lock:
         word = _word(base, index)
         before = word.value
-        word.value = before + value
+        word.value = before + int(value)
         return before
 
 
@@ -46,7 +49,7 @@ def compare_and_swap(base: int, index: int, expected: int, value: int) -> int:
         word = _word(base, index)
         before = word.value
         if before == expected:
-            word.value = value
+            word.value = int(value)
         return before
 
 
@@ -54,14 +57,17 @@ def fence() -> None:
     """Nothing to do: see the module's docstring."""
 
 
+# Dozens of waiting threads share one interpreter lock with the one that they wait for.
+# Released for an instant (`sleep(0)`) the lock mostly goes back to who just had it, so
+# a waiting thread sleeps for real.
 def pause() -> None:
-    """Release the interpreter's lock: the thread waited for needs it."""
-    time.sleep(0)
+    """Leave the interpreter's lock to others for a moment."""
+    time.sleep(PAUSE_S)
 
 
 def yield_core() -> None:
-    """Sleep for a moment: dozens of waiting Python threads share one lock."""
-    time.sleep(0.00005)
+    """The same for somewhat longer."""
+    time.sleep(YIELD_S)
 
 
 def clock_ns() -> int:
@@ -71,4 +77,4 @@ def clock_ns() -> int:
 
 def copy_bytes(destination: int, source: int, num_bytes: int) -> None:
     """`memcpy` between two addresses."""
-    ctypes.memmove(destination, source, num_bytes)
+    ctypes.memmove(int(destination), int(source), int(num_bytes))

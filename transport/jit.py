@@ -1,9 +1,9 @@
 """Compile host helpers, or leave them plain Python when `NUMBA_DISABLE_JIT=1`.
 
 Numba keys a cached function on the source file of that function alone: after an edit in
-a helper module the stale machine code of its callers would be loaded. So the cache lives
-in a folder whose name is a hash of every source file of the packages it serves; an edit
-anywhere opens a new folder.
+a helper module the stale machine code of its callers would be loaded. So the cache
+lives in a folder whose name is a hash of every source file of the packages it serves;
+an edit anywhere opens a new folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ JIT_DISABLED = bool(config.DISABLE_JIT)
 
 
 def sources_hash(*folders: Path) -> str:
-    """Sixteen hex digits over the path and content of every `.py` file below `folders`."""
+    """Sixteen hex digits over path and content of every `.py` file below `folders`."""
     digest = hashlib.sha256(f"numba {numba.__version__}".encode())
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
@@ -62,13 +62,14 @@ class Compiler:
         """Compile `fn` with the GIL released; unchanged when the JIT is disabled."""
         if JIT_DISABLED:
             return fn
-        # Numba reads its setting where the function is decorated: lend it our folder for
-        # that moment only, so that the caches of other packages stay where they are.
+        # Numba reads its setting where the function is decorated: lend it our folder
+        # for that moment only, so that the caches of other packages stay where they
+        # are.
         saved, config.CACHE_DIR = config.CACHE_DIR, self.folder or ""
         try:
             return numba.njit(
-                nogil=True, cache=cache and self.folder is not None, error_model="numpy",
-                **options,
+                nogil=True, cache=cache and self.folder is not None,
+                error_model="numpy", **options,
             )(fn)  # fmt: skip
         finally:
             config.CACHE_DIR = saved

@@ -3,10 +3,10 @@
     FIFO entry -> copied out, FIFO slot freed -> posted, or parked until its queue has
     room -> completion reaped
 
-A request that its queue refuses is parked in a list of that queue alone: other queues go
-on (a combine deadlocks otherwise), and order within the queue stays. The proxy runs until
-`stop`, also after an abort, because its peers may still need to be told. It makes no MPI
-call, ever.
+A request that its queue refuses is parked in a list of that queue alone: other queues
+go on (a combine deadlocks otherwise), and order within the queue stays. The proxy runs
+until `stop`, also after an abort, because its peers may still need to be told. It makes
+no MPI call, ever.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Proxy:
         while not self._stopped:
             try:
                 self._step()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 (ends the Buffer)
                 self._fail(error)
         # Peers that still wait must hear of an abort that came with the stop.
         self._tell_peers()
@@ -177,7 +177,8 @@ class Proxy:
             return
         if self._parked:
             # Order within a queue: behind its parked requests nothing may overtake.
-            behind = [(int(e[wr.PEER]), int(e[wr.QUEUE])) in self._parked for e in batch]
+            queues = batch[:, [wr.PEER, wr.QUEUE]].tolist()
+            behind = np.array([tuple(queue) in self._parked for queue in queues])
             for entry in batch[behind]:
                 self._park(entry)
             batch = batch[np.logical_not(behind)]
@@ -277,7 +278,7 @@ class Proxy:
             request = wr.counter_write(peer, 0, self._abort.at_peers, value)
             try:
                 self._transport.post(np.array([request], np.int64))
-            except Exception:
+            except Exception:  # noqa: BLE001 (that peer is gone, the next may not be)
                 continue
 
     def _fail(self, error: BaseException) -> None:

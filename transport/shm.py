@@ -1,12 +1,12 @@
 """Ranks of one host without a NIC: POSIX shared memory, and a CPU copy plays the NIC.
 
 Each rank's receive region is a file in /dev/shm that its peers map. A put is a `memcpy`
-into the peer's mapping and then a release store of the counter, so the ordering contract
-of `transport.base` holds by construction: there is one queue of instructions.
+into the peer's mapping and then a release store of the counter, so the ordering
+contract of `transport.base` holds by construction: there is one queue of instructions.
 
 The file exists by name only until every rank has mapped it. Should a rank be killed in
-that window, the next job on the host removes what it left: the owner holds a lock on its
-file for as long as it lives, and a file whose lock is free has no owner.
+that window, the next job on the host removes what it left: the owner holds a lock on
+its file for as long as it lives, and a file whose lock is free has no owner.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def remove_files_without_owner() -> None:
 
 
 def _started(pid: int) -> str | None:
-    """Start time of a living process in clock ticks, None if it ended or is a zombie."""
+    """A living process's start in clock ticks; None if it ended or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             # The command's name is in parentheses and may hold anything.

@@ -1,9 +1,11 @@
-"""The work request: what a kernel asks the proxy to post, eight words and a commit word.
+"""The work request: what a kernel asks the proxy to post, eight words and a commit
+word.
 
 A request of opcode PUT is two writes on one queue, in this order: `num_bytes` from
 `source` of the sender's send region to `destination` of the peer's receive region, then
-the 64-bit `value` to `counter` of the peer's receive region. COUNTER is the second alone.
-All offsets are bytes from the start of their region; no field is packed or narrowed.
+the 64-bit `value` to `counter` of the peer's receive region. COUNTER is the second
+alone. All offsets are bytes from the start of their region; no field is packed or
+narrowed.
 """
 
 from __future__ import annotations

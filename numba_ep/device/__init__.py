@@ -66,14 +66,15 @@ def wanted_target(device: str | None = None) -> str:
     wanted = device or os.environ.get(VARIABLE) or "auto"
     if wanted not in DEVICES:
         origin = "device" if device else VARIABLE
-        raise ValueError(f"{origin}: expected one of {', '.join(DEVICES)}, got {wanted!r}")
+        expected = ", ".join(DEVICES)
+        raise ValueError(f"{origin}: expected one of {expected}, got {wanted!r}")
     if wanted != "cpu" and cuda_is_there():
         return "cuda"
     if wanted == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         raise RuntimeError(
-            "device: cuda was asked for, but there is no CUDA driver with a visible GPU "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); "
-            f"use device='cpu' or {VARIABLE}=cpu"
+            "device: cuda was asked for, but there is no CUDA driver with a visible "
+            f"GPU (CUDA_VISIBLE_DEVICES={visible}); use device='cpu' or {VARIABLE}=cpu"
         )
     from transport.jit import JIT_DISABLED
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
-import numba_ep
 from llvmlite import ir
 from numba import typeof, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+import numba_ep
 import transport
 from numba_ep.device.memory_ir import (
     add_i32,

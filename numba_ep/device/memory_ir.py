@@ -30,7 +30,7 @@ def element_pointer(builder: Any, base: Any, index: Any, kind: Any) -> Any:
 def _loader(name: str, kind: Any, result: Any, widen: bool = False) -> Any:
     def load(typingctx, base, index):
         def codegen(context, builder, signature, args):
-            value = builder.load(element_pointer(builder, *args, kind))
+            value = builder.load(element_pointer(builder, args[0], args[1], kind))
             if not widen:
                 return value
             return (builder.sext if kind is I32 else builder.zext)(value, I64)
@@ -81,7 +81,7 @@ def load_bf16(typingctx, base, index):
     """Element `index` as float32 (exact)."""
 
     def codegen(context, builder, signature, args):
-        half = builder.load(element_pointer(builder, *args, I16))
+        half = builder.load(element_pointer(builder, args[0], args[1], I16))
         bits = builder.shl(builder.zext(half, I32), ir.Constant(I32, 16))
         return builder.bitcast(bits, F32)
 
@@ -93,7 +93,7 @@ def load_bf16_magnitude(typingctx, base, index):
     """The bits of |x|: they order as the numbers do, and integers reduce in SIMD."""
 
     def codegen(context, builder, signature, args):
-        half = builder.load(element_pointer(builder, *args, I16))
+        half = builder.load(element_pointer(builder, args[0], args[1], I16))
         return builder.zext(builder.and_(half, ir.Constant(I16, 0x7FFF)), I32)
 
     return types.int32(types.int64, types.int64), codegen

@@ -1,7 +1,7 @@
 """Threads that run a grid on the CPU, for the cpu and the python targets.
 
-A launch runs every (block, warp) as one thread of a persistent pool and returns when all
-have ended; starting threads for each launch would cost 50-60 us apiece.
+A launch runs every (block, warp) as one thread of a persistent pool and returns when
+all have ended; starting threads for each launch would cost 50-60 us apiece.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ class Runtime:
             ).start()  # fmt: skip
             self._queues.append(jobs)
 
-    def launch(self, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]) -> None:
-        """Run `kernel(*args)` as `blocks` x `warps` threads; raises their first error."""
+    def launch(
+        self, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]
+    ) -> None:
+        """Run `kernel(*args)` as blocks x warps threads; raises their first error."""
         identities = self._identities(blocks, warps)
         launch = _Launch(len(identities))
         for jobs, identity in zip(self._queues, identities):
@@ -113,7 +115,7 @@ class Runtime:
             try:
                 self._set_identity(identity.ctypes.data)
                 kernel(*args)
-            except BaseException as caught:
+            except BaseException as caught:  # noqa: BLE001 (raised by `launch`)
                 error = caught
             del kernel, args, job
             if launch.end_of_one(error):

@@ -1,8 +1,8 @@
 """The verbs that the roles share: credit, publish, tail, return; all bounded waits.
 
 One ring (channel c, source -> destination) has two counters that only ever grow:
-`tail`, tokens published, beside the ring at the destination; `head`, tokens consumed, at
-the source. `start` is where this operation begins on either: each end keeps its own
+`tail`, tokens published, beside the ring at the destination; `head`, tokens consumed,
+at the source. `start` is where this operation begins on either: each end keeps its own
 cursor, and a position counts tokens from there.
 """
 
@@ -96,8 +96,8 @@ def over_peers(advance, report):
     """Build a role that serves all peers and never waits for one while another can go.
 
     advance(comm, ring, work, rows, channel, peer) -> (steps done, whether any is left).
-    report(comm, ring, work, channel, peer) leaves the status record of a wait for `peer`
-    that lasted too long. The role returns False where the Buffer aborts.
+    report(comm, ring, work, channel, peer) leaves the status record of a wait for
+    `peer` that lasted too long. The role returns False where the Buffer aborts.
     """
 
     @cuda.jit(device=True)
