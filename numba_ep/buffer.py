@@ -5,13 +5,14 @@ The names, arguments, order and results are those of `deep_ep.Buffer`.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from numba_ep import arrays, checks
 from numba_ep import device as devices
 from numba_ep.arrays import ArgumentError, address, empty
 from numba_ep.config import Config, check_num_sms, default_config
-from numba_ep.endpoint import Endpoint, Settings
+from numba_ep.endpoint import Endpoint, Settings, all_or_none
 from numba_ep.group import members
 from numba_ep.handle import EventOverlap, Handle
 from numba_ep.kernels.records import LayoutArrays
@@ -59,24 +60,23 @@ class Buffer:
         device: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        if low_latency_mode:
-            raise ValueError("low_latency_mode: numba_ep has the normal mode only")
-        if num_rdma_bytes < 0:
-            raise ValueError(f"num_rdma_bytes: expected 0+, got {num_rdma_bytes}")
-        if num_qps_per_rank < 1:
-            raise ValueError(f"num_qps_per_rank: expected 1+, got {num_qps_per_rank}")
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s: expected a positive time, got {timeout_s}")
-        settings = Settings(
-            int(num_rdma_bytes), num_qps_per_rank, float(timeout_s), transport, device
-        )
         self.group = comm if group is None else group
         ranks = members(group, comm)
+        with all_or_none(ranks, "Buffer"):
+            if low_latency_mode:
+                raise ValueError("low_latency_mode: numba_ep has the normal mode only")
+            settings = Settings(
+                operator.index(num_rdma_bytes), operator.index(num_qps_per_rank),
+                float(timeout_s), transport, device,
+            )  # fmt: skip
+            settings.check()
+            devices.select(device)
         self._endpoint = Endpoint(ranks, settings)
         self.rank, self.group_size = ranks.rank, ranks.num_ranks
         self.num_rdma_bytes = int(num_rdma_bytes)
         if hasattr(self.group, "on_abort"):
-            self.group.on_abort(self._endpoint.runtime.abort)
+            undo = self.group.on_abort(self._endpoint.runtime.abort)
+            self._endpoint.at_close.append(undo)
 
     def __repr__(self) -> str:
         settings = self._endpoint.settings
@@ -91,6 +91,9 @@ class Buffer:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if exception[0] is not None:
+            # The peers may be in an operation that this rank will not take part in.
+            self._endpoint.runtime.abort()
         self.destroy()
 
     def destroy(self) -> None:
@@ -208,15 +211,17 @@ class Buffer:
         from numba_ep.operation import Dispatch
 
         operation = Dispatch(self._endpoint, expert_alignment, num_worst_tokens)
-        config = config or self.get_dispatch_config(self.group_size)
         with operation.opened():
+            if config is None:
+                config = self.get_dispatch_config(self.group_size)
             _check_events(previous_event, async_finish, allocate_on_comm_stream)
             if handle is None:
                 layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
                 operation.prepare(x, layout, topk_idx, topk_weights, config)
             else:
                 operation.prepare_cached(x, handle, topk_idx, topk_weights, config)
-        return operation.deliver()
+        with operation.under_way():
+            return operation.deliver()
 
     # Combine.
 
@@ -244,11 +249,13 @@ class Buffer:
         from numba_ep.operation import Combine
 
         operation = Combine(self._endpoint)
-        config = config or self.get_combine_config(self.group_size)
         with operation.opened():
+            if config is None:
+                config = self.get_combine_config(self.group_size)
             _check_events(previous_event, async_finish, allocate_on_comm_stream)
             operation.prepare(x, handle, topk_weights, bias, config)
-        return operation.deliver()
+        with operation.under_way():
+            return operation.deliver()
 
 
 def _check_events(

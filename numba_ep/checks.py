@@ -20,7 +20,7 @@ from numba_ep.arrays import (
 from numba_ep.config import MAX_EXPERTS, Config
 from numba_ep.handle import Handle
 from numba_ep.kernels.records import Rows
-from numba_ep.slot import slot_bytes
+from numba_ep.slot import SCALE_BYTES, slot_bytes
 
 SCALE_GROUP = 128
 ROW_ALIGNMENT = 16
@@ -123,6 +123,11 @@ def check_payload(
             )
         shape = (num_tokens, hidden // SCALE_GROUP)
         check("x scales", scales, ("float32",), shape, on_gpu, contiguous=False)
+        if any(s % SCALE_BYTES for s in getattr(scales, "strides", ())):
+            raise ArgumentError(
+                f"x scales: expected strides of whole elements, got {scales.strides} "
+                "bytes; pass a copy"
+            )
     if topk_idx is not None:
         check("topk_idx", topk_idx, ("int64",), (num_tokens, None), on_gpu)
     if topk_weights is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numba_ep.slot import slot_bytes
 
@@ -96,6 +96,11 @@ class Config(_Fields):
                 f"num_max_rdma_chunked_recv_tokens to {2 * chunk} or more"
             )
         return self
+
+    @classmethod
+    def _make(cls, iterable: Any) -> Config:
+        # `_replace` comes here, too, and must check what it makes.
+        return cls(*iterable)
 
     @property
     def chunk(self) -> int:

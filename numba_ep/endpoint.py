@@ -52,6 +52,21 @@ class Settings(NamedTuple):
     transport: str
     device: str | None
 
+    def check(self) -> None:
+        """Raise ValueError for what no Buffer can be made with."""
+        if self.num_rdma_bytes < 0:
+            raise ValueError(
+                f"num_rdma_bytes: expected 0 or more, got {self.num_rdma_bytes}"
+            )
+        if self.max_channels < 1:
+            raise ValueError(
+                f"num_qps_per_rank: expected 1 or more, got {self.max_channels}"
+            )
+        if not self.timeout_s > 0:
+            raise ValueError(
+                f"timeout_s: expected a positive time, got {self.timeout_s}"
+            )
+
     def shared(self) -> dict[str, Any]:
         """The fields that all ranks must agree on, by their public names."""
         return {
@@ -91,9 +106,11 @@ class Endpoint:
         self.runtime.abort = functools.partial(
             self.proxy.abort, wr.ABORT_CANCELLED, self.rank
         )
+        self.at_close: list[Any] = []  # called once, before anything is released
         self._close = weakref.finalize(
-            self, leave, self.rank, self.proxy, self.transport, self.runtime
-        )
+            self, leave, self.rank, self.proxy, self.transport, self.runtime,
+            self.at_close,
+        )  # fmt: skip
         self.ended_by: BufferAborted | None = None
 
     def _undo(self) -> None:
@@ -267,7 +284,10 @@ class Endpoint:
         met = self.ended_by is None and self.runtime.synchronize(timeout_s)
         met = met and self._part()
         self._close.detach()
-        close_locally(self.proxy, self.transport, self.runtime, keep_memory=not met)
+        close_locally(
+            self.proxy, self.transport, self.runtime, self.at_close,
+            keep_memory=not met,
+        )  # fmt: skip
 
     def _part(self) -> bool:
         """Whether every peer's farewell came on every queue."""
@@ -303,15 +323,21 @@ def _words(memory: Any) -> np.ndarray:
     return memory.host.view(np.int64)
 
 
-def close_locally(proxy: Any, network: Any, runtime: Any, keep_memory: bool) -> None:
+def close_locally(
+    proxy: Any, network: Any, runtime: Any, at_close: list[Any], keep_memory: bool
+) -> None:
     """Release one rank's own things; no peer is asked."""
+    for function in at_close:
+        function()
     stopped = proxy.stop()
     runtime.close()
     # Memory that the thread or a peer may still write to is left to the process's end.
     network.close(keep_memory=keep_memory or not stopped)
 
 
-def leave(rank: int, proxy: Any, network: Any, runtime: Any) -> None:
+def leave(
+    rank: int, proxy: Any, network: Any, runtime: Any, at_close: list[Any]
+) -> None:
     """The Buffer is dropped, or the process ends, without destroy: not collective.
 
     Peers that wait for this rank hear of it at once. If the process ends by an
@@ -320,7 +346,7 @@ def leave(rank: int, proxy: Any, network: Any, runtime: Any) -> None:
     # What this rank's kernels asked for, peers may still need.
     proxy.drain(timeout_s=1.0)
     proxy.abort(wr.ABORT_LEFT, rank)
-    close_locally(proxy, network, runtime, keep_memory=True)
+    close_locally(proxy, network, runtime, at_close, keep_memory=True)
     if getattr(sys, "last_value", None) is not None:
         leave_mpi_alone()
 

@@ -10,6 +10,7 @@ What `prepare` raises is held back until all ranks have this rank's refusal.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,6 +111,15 @@ class Operation:
             **fields,
         )
 
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """All ranks have agreed to move tokens: a failure in the block ends it for all."""
+        try:
+            yield
+        except BaseException:
+            self.endpoint.runtime.abort()
+            raise
+
     def launch(self, kernel: Any, plan: Plan, arrivals: Arrivals, to: Payload) -> None:
         """Move `payload` by `plan`; what arrives goes to `to` by `arrivals`."""
         warps = self.endpoint.device.WARPS_PER_BLOCK
@@ -159,6 +169,16 @@ class Dispatch(Operation):
         self.num_worst_tokens = num_worst_tokens
 
     def _check_numbers(self) -> None:
+        for name in ("expert_alignment", "num_worst_tokens"):
+            value = getattr(self, name)
+            try:
+                value = operator.index(value)
+            except TypeError:
+                kind = type(value).__name__
+                raise TypeError(f"{name}: expected an int, got {kind}") from None
+            if value >= 1 << 31:
+                raise ArgumentError(f"{name}: expected less than 2**31, got {value}")
+            setattr(self, name, value)
         if self.expert_alignment < 1:
             raise ArgumentError(
                 f"expert_alignment: expected 1 or more, got {self.expert_alignment}"

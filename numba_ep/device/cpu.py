@@ -227,14 +227,29 @@ def _group_pointer(builder: Any, base: Any, group: Any) -> Any:
     return builder.gep(builder.inttoptr(base, _I16X8.as_pointer()), [group])
 
 
+def _terms(builder: Any, base: Any, group: Any) -> Any:
+    """The eight bfloat16 of 16-byte group `group` at `base`, as float32."""
+    halves = builder.load(_group_pointer(builder, base, group), align=2)
+    bits = builder.shl(builder.zext(halves, _I32X8), _splat(16))
+    return builder.bitcast(bits, _F32X8)
+
+
+@intrinsic
+def load_bf16x8(typingctx, base, group):
+    """The eight bfloat16 of 16-byte group `group` at `base`."""
+
+    def codegen(context, builder, signature, args):
+        return _terms(builder, args[0], args[1])
+
+    return float32x8(types.int64, types.int64), codegen
+
+
 @intrinsic
 def add_bf16x8(typingctx, total, base, group):
     """`total` plus the eight bfloat16 of 16-byte group `group` at `base`."""
 
     def codegen(context, builder, signature, args):
-        halves = builder.load(_group_pointer(builder, args[1], args[2]), align=2)
-        bits = builder.shl(builder.zext(halves, _I32X8), _splat(16))
-        return builder.fadd(args[0], builder.bitcast(bits, _F32X8))
+        return builder.fadd(args[0], _terms(builder, args[1], args[2]))
 
     return float32x8(float32x8, types.int64, types.int64), codegen
 

@@ -52,6 +52,7 @@ from numba_ep.device.cuda_lanes import (
 from numba_ep.device.cuda_rows import (
     add_bf16x8,
     copy_row,
+    load_bf16x8,
     store_bf16x8,
     store_e4m3,
     zeros_f32x8,

@@ -119,20 +119,40 @@ def zeros_f32x8(typingctx):
     return _SUMS(), codegen
 
 
+def _terms(builder: Any, base: Any, group: Any) -> list[Any]:
+    """The eight bfloat16 of 16-byte group `group` at `base`, as float32."""
+    words = builder.load(_group_pointer(builder, base, group), align=16)
+    terms = []
+    for i in range(8):
+        word = builder.extract_element(words, ir.Constant(I32, i // 2))
+        if i % 2:
+            bits = builder.and_(word, _HIGH_HALF)
+        else:
+            bits = builder.shl(word, ir.Constant(I32, 16))
+        terms.append(builder.bitcast(bits, F32))
+    return terms
+
+
+@intrinsic
+def load_bf16x8(typingctx, base, group):
+    """The eight bfloat16 of 16-byte group `group` at `base`."""
+
+    def codegen(context, builder, signature, args):
+        sums = ir.Constant(ir.ArrayType(F32, 8), ir.Undefined)
+        for i, term in enumerate(_terms(builder, args[0], args[1])):
+            sums = builder.insert_value(sums, term, i)
+        return sums
+
+    return _SUMS(types.int64, types.int64), codegen
+
+
 @intrinsic
 def add_bf16x8(typingctx, total, base, group):
     """`total` plus the eight bfloat16 of 16-byte group `group` at `base`."""
 
     def codegen(context, builder, signature, args):
         sums = args[0]
-        words = builder.load(_group_pointer(builder, args[1], args[2]), align=16)
-        for i in range(8):
-            word = builder.extract_element(words, ir.Constant(I32, i // 2))
-            if i % 2:
-                bits = builder.and_(word, _HIGH_HALF)
-            else:
-                bits = builder.shl(word, ir.Constant(I32, 16))
-            term = builder.bitcast(bits, F32)
+        for i, term in enumerate(_terms(builder, args[1], args[2])):
             one = builder.fadd(builder.extract_value(sums, i), term)
             sums = builder.insert_value(sums, one, i)
         return sums

@@ -19,6 +19,7 @@ from numba_ep.device import (
     clock_ns,
     cuda,
     lane_id,
+    load_bf16x8,
     load_f32,
     load_i32,
     load_i64,
@@ -121,7 +122,8 @@ def reduce_token(comm, ring, arrivals, token, count, rows):
     for group in range(lane_id(), rows.row_bytes // GROUP_BYTES, WARP_SIZE):
         total = zeros_f32x8()
         if arrivals.bias_0 != 0:
-            total = add_bf16x8(total, arrivals.bias_0 + first, group)
+            # Not 0 + bias_0, which would turn -0 into +0.
+            total = load_bf16x8(arrivals.bias_0 + first, group)
         if arrivals.bias_1 != 0:
             total = add_bf16x8(total, arrivals.bias_1 + first, group)
         for i in range(count):

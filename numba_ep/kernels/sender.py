@@ -103,7 +103,10 @@ def pack_row(slot, rows, row):
     if rows.topk_idx != 0:
         weights += 4 * rows.num_topk
         for k in range(lane, rows.num_topk, WARP_SIZE):
-            store_i32(ids, k, load_i64(rows.topk_idx, row * rows.num_topk + k))
+            expert = load_i64(rows.topk_idx, row * rows.num_topk + k)
+            # Cut to 32 bits, an id that is out of range could become a valid one.
+            fits = 0 <= expert and expert < 1 << 31
+            store_i32(ids, k, expert if fits else -1)
     if rows.topk_weights != 0:
         for k in range(lane, rows.num_topk, WARP_SIZE):
             weight = load_f32(rows.topk_weights, row * rows.num_topk + k)
