@@ -98,7 +98,7 @@ class Config(_Fields):
         return self
 
     @classmethod
-    def _make(cls, iterable: Any) -> Config:
+    def _make(cls, iterable: Any) -> Any:
         # `_replace` comes here, too, and must check what it makes.
         return cls(*iterable)
 

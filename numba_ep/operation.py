@@ -113,7 +113,7 @@ class Operation:
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """All ranks have agreed to move tokens: a failure in the block ends it for all."""
+        """All ranks have agreed to move tokens: a failure now ends it for all."""
         try:
             yield
         except BaseException:
