@@ -12,10 +12,11 @@ from numba_ep import arrays, checks
 from numba_ep import device as devices
 from numba_ep.arrays import ArgumentError, address, empty
 from numba_ep.config import Config, check_num_sms, default_config
-from numba_ep.endpoint import Endpoint, Settings, all_or_none
+from numba_ep.endpoint import Endpoint
 from numba_ep.group import members
 from numba_ep.handle import EventOverlap, Handle
 from numba_ep.kernels.records import LayoutArrays
+from numba_ep.meeting import Settings, all_or_none
 
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -208,7 +209,7 @@ class Buffer:
         no token has moved then, and the Buffer goes on working. BufferAborted where a
         peer does not come in time.
         """
-        from numba_ep.operation import Dispatch
+        from numba_ep.dispatch import Dispatch
 
         operation = Dispatch(self._endpoint, expert_alignment, num_worst_tokens)
         with operation.opened():
@@ -246,7 +247,7 @@ class Buffer:
         ascending rank in float32, rounded once; combined_topk_weights; event. Raises
         as dispatch does.
         """
-        from numba_ep.operation import Combine
+        from numba_ep.combine import Combine
 
         operation = Combine(self._endpoint)
         with operation.opened():

@@ -6,21 +6,17 @@ operation is here. Construction and `destroy` are collective, nothing else is.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import socket
-import sys
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 import transport
 from numba_ep import device as devices
 from numba_ep.bounce import receive_map, row_bytes, send_map
+from numba_ep.closing import close_locally, leave, leave_mpi_alone
 from numba_ep.config import MAX_EXPERTS
 from numba_ep.errors import BufferAborted, aborted
 from numba_ep.group import Members
@@ -34,6 +30,7 @@ from numba_ep.kernels.records import (
     STATE_WORDS,
     Comm,
 )
+from numba_ep.meeting import Settings, agree, all_or_none, compile_kernels
 from transport import wr
 from transport.atomics import read_word
 from transport.fifo import FifoReader, fifo_bytes
@@ -41,39 +38,6 @@ from transport.proxy import AbortWords, Proxy
 
 FIFO_DEPTH = 64
 WORD = 8
-
-
-class Settings(NamedTuple):
-    """What a Buffer is made with; `shared` fields must be equal on all ranks."""
-
-    num_rdma_bytes: int
-    max_channels: int
-    timeout_s: float
-    transport: str
-    device: str | None
-
-    def check(self) -> None:
-        """Raise ValueError for what no Buffer can be made with."""
-        if self.num_rdma_bytes < 0:
-            raise ValueError(
-                f"num_rdma_bytes: expected 0 or more, got {self.num_rdma_bytes}"
-            )
-        if self.max_channels < 1:
-            raise ValueError(
-                f"num_qps_per_rank: expected 1 or more, got {self.max_channels}"
-            )
-        if not self.timeout_s > 0:
-            raise ValueError(
-                f"timeout_s: expected a positive time, got {self.timeout_s}"
-            )
-
-    def shared(self) -> dict[str, Any]:
-        """The fields that all ranks must agree on, by their public names."""
-        return {
-            "num_qps_per_rank": self.max_channels,
-            "transport": self.transport,
-            "device": devices.target(),
-        }
 
 
 class Endpoint:
@@ -321,86 +285,3 @@ def _host_address(memory: Any) -> int:
 
 def _words(memory: Any) -> np.ndarray:
     return memory.host.view(np.int64)
-
-
-def close_locally(
-    proxy: Any, network: Any, runtime: Any, at_close: list[Any], keep_memory: bool
-) -> None:
-    """Release one rank's own things; no peer is asked."""
-    for function in at_close:
-        function()
-    stopped = proxy.stop()
-    runtime.close()
-    # Memory that the thread or a peer may still write to is left to the process's end.
-    network.close(keep_memory=keep_memory or not stopped)
-
-
-def leave(
-    rank: int, proxy: Any, network: Any, runtime: Any, at_close: list[Any]
-) -> None:
-    """The Buffer is dropped, or the process ends, without destroy: not collective.
-
-    Peers that wait for this rank hear of it at once. If the process ends by an
-    exception, they may never come to MPI's collective end.
-    """
-    # What this rank's kernels asked for, peers may still need.
-    proxy.drain(timeout_s=1.0)
-    proxy.abort(wr.ABORT_LEFT, rank)
-    close_locally(proxy, network, runtime, at_close, keep_memory=True)
-    if getattr(sys, "last_value", None) is not None:
-        leave_mpi_alone()
-
-
-def leave_mpi_alone() -> None:
-    """A peer may be dead: where MPI runs, its finalisation would end or hang us too."""
-    if "mpi4py.MPI" in sys.modules:
-        from numba_ep.group import leave_without_mpi
-
-        leave_without_mpi()
-
-
-@contextlib.contextmanager
-def all_or_none(members: Members, what: str, undo: Any = None) -> Iterator[None]:
-    """Collective: if the body fails on one rank, every rank raises."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:  # noqa: BLE001 (raised below, after all know)
-        error = caught
-    texts = members.allgather(None if error is None else f"{error}")
-    failed = [rank for rank, text in enumerate(texts) if text is not None]
-    if failed and undo is not None:
-        undo()
-    if error is not None:
-        raise error
-    if failed:
-        raise RuntimeError(f"{what}: rank {failed[0]} failed: {texts[failed[0]]}")
-
-
-def agree(members: Members, settings: Settings) -> None:
-    """Collective: raise ValueError on every rank unless shared settings are equal."""
-    everyone = members.allgather(settings.shared())
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            if value != everyone[0][name]:
-                raise ValueError(
-                    f"{name}: the ranks disagree: {everyone[0][name]!r} on rank 0, "
-                    f"{value!r} on rank {rank}"
-                )
-
-
-def compile_kernels(members: Members, device: Any) -> None:
-    """Have every kernel's machine code before the first wait of any rank.
-
-    One rank a host compiles, the others then load what it left in the cache: sixteen
-    compilers at once on two cores take four times as long.
-    """
-    from numba_ep.kernels import all_kernels
-
-    hosts = members.allgather((socket.gethostname(), os.getpid()))
-    leader = [host for host, _ in hosts].index(hosts[members.rank][0])
-    for compiles in (True, False):
-        if compiles == (members.rank == leader):
-            for kernel, args in all_kernels():
-                device.compile_kernel(kernel, args)
-        members.barrier()

@@ -30,6 +30,8 @@ LIVENESS_S = 0.25
 # all it posted is here: only who still waits after this time waits in vain.
 GRACE_S = 0.5
 IDLE_NS = 20_000_000
+WATCH_S = 0.001  # how often to look at abort words while there is work
+LAST_WORDS_S = 0.5
 DRAIN_POLL_S = 20e-6
 
 
@@ -85,7 +87,8 @@ class Proxy:
         self._statistics = Statistics()
         self._busy = always_busy
         self._wake = threading.Event()
-        self._told_peers = False
+        self._untold = set(self._peers)
+        self._next_watch = 0.0
         self._gone: tuple[float, int] | None = None  # when to give up, abort word
         self._watched = set(self._peers)
         self._next_liveness = time.monotonic() + LIVENESS_S
@@ -126,6 +129,8 @@ class Proxy:
 
     def abort(self, cause: int, culprit: int) -> None:
         """End the Buffer here and at every peer; the first cause stays."""
+        if self._stopped:
+            return  # the word may be gone
         swap_word(self._abort.local, 0, wr.abort_value(cause, culprit))
         self._poke()
 
@@ -154,8 +159,20 @@ class Proxy:
                 self._step()
             except BaseException as error:  # noqa: BLE001 (ends the Buffer)
                 self._fail(error)
-        # Peers that still wait must hear of an abort that came with the stop.
-        self._tell_peers()
+        self._say_last_words()
+
+    def _say_last_words(self) -> None:
+        """Peers that still wait must hear of an abort that came with the stop."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while read_word(self._abort.local) and time.monotonic() < deadline:
+            self._tell_peers()
+            try:
+                pending = self._transport.poll()
+            except Exception:  # noqa: BLE001 (nobody is left to hear of it)
+                return
+            if not (pending or self._untold):
+                return
+            time.sleep(0.0001)
 
     def _step(self) -> None:
         # Read before anything is looked at: a later poke then ends the wait.
@@ -171,6 +188,16 @@ class Proxy:
         self._pending = self._transport.poll()
         if not (count or direct or self._parked or self._pending):
             self._idle()
+        elif time.monotonic() > self._next_watch:
+            self._watch()
+
+    def _watch(self) -> None:
+        """Also while there is work: the queue to a peer that hangs stays full."""
+        now = time.monotonic()
+        self._next_watch = now + WATCH_S
+        self._watch_aborts()
+        if now > self._next_liveness:
+            self._watch_peers()
 
     def _post(self, batch: np.ndarray) -> None:
         if self.error is not None:
@@ -224,9 +251,7 @@ class Proxy:
     def _idle(self) -> None:
         self._statistics.idle_waits += 1
         self._idle_rounds += 1
-        self._watch_aborts()
-        if time.monotonic() > self._next_liveness:
-            self._watch_peers()
+        self._watch()
         fifos = len(self._fifo.words)
         self._words[:fifos] = self._fifo.words
         self._seen[:fifos] = self._fifo.seen
@@ -271,15 +296,14 @@ class Proxy:
     def _tell_peers(self) -> None:
         """Write the abort word to every peer, one at a time: some may be gone."""
         value = read_word(self._abort.local)
-        if not value or self._told_peers:
-            return
-        self._told_peers = True
-        for peer in self._peers:
+        for peer in list(self._untold) if value else []:
             request = wr.counter_write(peer, 0, self._abort.at_peers, value)
             try:
-                self._transport.post(np.array([request], np.int64))
+                if len(self._transport.post(np.array([request], np.int64))):
+                    continue  # its queue is full: again at the next watch
             except Exception:  # noqa: BLE001 (that peer is gone, the next may not be)
-                continue
+                pass
+            self._untold.discard(peer)
 
     def _fail(self, error: BaseException) -> None:
         if self.error is None:

@@ -238,6 +238,11 @@ def zeros_f32x8() -> np.ndarray:
     return np.zeros(8, np.float32)
 
 
+def load_bf16x8(base: int, group: int) -> np.ndarray:
+    """The eight bfloat16 of 16-byte group `group` at `base`."""
+    return _array(base, group, 8, BF16).astype(np.float32)
+
+
 def add_bf16x8(total: np.ndarray, base: int, group: int) -> np.ndarray:
     """`total` plus the eight bfloat16 of 16-byte group `group` at `base`."""
     return total + _array(base, group, 8, BF16).astype(np.float32)

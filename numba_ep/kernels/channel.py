@@ -1,4 +1,4 @@
-"""The verbs that the roles share: credit, publish, tail, return; all bounded waits.
+"""The verbs that the roles share: credit, publish, tail, return.
 
 One ring (channel c, source -> destination) has two counters that only ever grow:
 `tail`, tokens published, beside the ring at the destination; `head`, tokens consumed,
@@ -9,189 +9,22 @@ cursor, and a position counts tokens from there.
 from __future__ import annotations
 
 from numba_ep.device import (
-    atomic_add,
-    clock_ns,
-    compare_and_swap,
     cuda,
     fence,
-    lane_id,
     ld_relaxed,
     load_i32,
     load_i64,
-    relax,
     st_release,
-    store_i64,
     warp_broadcast,
     warp_sync,
 )
+from numba_ep.kernels.fifo import (
+    push_counter,
+    push_put,
+)
 from numba_ep.kernels.records import (
-    ABORT,
-    FIFO,
     LINE_BYTES,
-    RECORD,
-    STATE_CLAIM,
-    STATE_OPERATION,
 )
-from transport.wr import (
-    ABORT_CAUSE,
-    ABORT_TIMEOUT,
-    COMMIT,
-    COUNTER,
-    COUNTER_AT,
-    DESTINATION,
-    ENTRY_BYTES,
-    NUM_BYTES,
-    OPCODE,
-    PEER,
-    PUT,
-    QUEUE,
-    SOURCE,
-    VALUE,
-)
-
-SPINS_PER_CHECK = 64
-
-# What `wait_verdict` says.
-GO_ON = 0
-ABORTED = 1
-TIMED_OUT = 2
-
-
-# Waiting.
-
-
-@cuda.jit(device=True)
-def wait_verdict(comm, spins, since):
-    """Relax; every 64th time see whether to give up. The same answer on every lane."""
-    relax(spins)
-    if spins % SPINS_PER_CHECK != SPINS_PER_CHECK - 1:
-        return GO_ON
-    verdict = GO_ON
-    if ld_relaxed(comm.control, ABORT) != 0:
-        verdict = ABORTED
-    elif clock_ns() - since > comm.timeout_ns:
-        verdict = TIMED_OUT
-    return warp_broadcast(verdict)
-
-
-@cuda.jit(device=True)
-def report_timeout(comm, role, peer, channel, head, tail, expected):
-    """Leave a status record and end the Buffer on this rank; the first record stays."""
-    if lane_id() == 0 and compare_and_swap(comm.state, STATE_CLAIM, 0, 1) == 0:
-        store_i64(comm.control, RECORD, role)
-        store_i64(comm.control, RECORD + 1, peer)
-        store_i64(comm.control, RECORD + 2, channel)
-        store_i64(comm.control, RECORD + 3, head)
-        store_i64(comm.control, RECORD + 4, tail)
-        store_i64(comm.control, RECORD + 5, expected)
-        store_i64(comm.control, RECORD + 6, ld_relaxed(comm.state, STATE_OPERATION))
-        if ld_relaxed(comm.control, ABORT) == 0:
-            # Release: the host reads the record after it sees this word.
-            abort = ABORT_TIMEOUT * ABORT_CAUSE + peer + 1
-            st_release(comm.control, ABORT, abort)
-    warp_sync()
-
-
-def over_peers(advance, report):
-    """Build a role that serves all peers and never waits for one while another can go.
-
-    advance(comm, ring, work, rows, channel, peer) -> (steps done, whether any is left).
-    report(comm, ring, work, channel, peer) leaves the status record of a wait for
-    `peer` that lasted too long. The role returns False where the Buffer aborts.
-    """
-
-    @cuda.jit(device=True)
-    def role(comm, ring, work, rows, channel):
-        spins = 0
-        since = clock_ns()
-        while True:
-            steps = 0
-            waits_for = -1
-            # Every rank begins with another peer, or all would send to rank 0 at once.
-            for i in range(comm.num_ranks):
-                peer = (comm.rank + i) % comm.num_ranks
-                done, left = advance(comm, ring, work, rows, channel, peer)
-                steps += done
-                if left:
-                    waits_for = peer
-            if waits_for < 0:
-                return True
-            if steps > 0:
-                spins = 0
-                since = clock_ns()
-                continue
-            verdict = wait_verdict(comm, spins, since)
-            spins += 1
-            if verdict == TIMED_OUT:
-                report(comm, ring, work, channel, waits_for)
-            if verdict != GO_ON:
-                return False
-
-    return role
-
-
-# The device end of the FIFO (its host end is transport/fifo.py).
-
-
-@cuda.jit(device=True)
-def reserve_entry(comm, channel):
-    """Take the next entry of the channel's FIFO: (address, sequence), address 0 if the
-    Buffer aborts first. Lane 0 alone; what is reserved must be committed."""
-    sequence = atomic_add(comm.fifo_tickets + channel * LINE_BYTES, 0, 1)
-    freed = comm.fifo_freed + channel * LINE_BYTES
-    spins = 0
-    since = clock_ns()
-    # A full FIFO makes the kernel wait: an entry that the host has not taken is never
-    # overwritten.
-    while sequence - ld_relaxed(freed, 0) >= comm.fifo_depth:
-        relax(spins)
-        spins += 1
-        if spins % SPINS_PER_CHECK == 0:
-            if ld_relaxed(comm.control, ABORT) != 0:
-                return 0, sequence
-            if clock_ns() - since > comm.timeout_ns:
-                report_timeout(
-                    comm, FIFO, comm.rank, channel, ld_relaxed(freed, 0), sequence,
-                    comm.fifo_depth,
-                )  # fmt: skip
-                return 0, sequence
-    fence()  # the host has read the entry before it counted it as freed
-    index = channel * comm.fifo_depth + sequence % comm.fifo_depth
-    return comm.fifo + index * ENTRY_BYTES, sequence
-
-
-@cuda.jit(device=True)
-def push_put(
-    comm, channel, peer, source, destination, num_bytes, counter, value
-):
-    """Ask the proxy for a data write followed by its counter. Lane 0 alone."""
-    entry, sequence = reserve_entry(comm, channel)
-    if entry != 0:
-        store_i64(entry, OPCODE, PUT)
-        store_i64(entry, PEER, peer)
-        store_i64(entry, QUEUE, channel)
-        store_i64(entry, SOURCE, source)
-        store_i64(entry, DESTINATION, destination)
-        store_i64(entry, NUM_BYTES, num_bytes)
-        store_i64(entry, COUNTER_AT, counter)
-        store_i64(entry, VALUE, value)
-        # Commit last, with release: the proxy that sees the word sees the entry, and
-        # the rows in the send ring that the entry speaks of.
-        st_release(entry, COMMIT, sequence + 1)
-
-
-@cuda.jit(device=True)
-def push_counter(comm, channel, peer, counter, value):
-    """Ask the proxy for a counter write alone. Lane 0 alone."""
-    entry, sequence = reserve_entry(comm, channel)
-    if entry != 0:
-        store_i64(entry, OPCODE, COUNTER)
-        store_i64(entry, PEER, peer)
-        store_i64(entry, QUEUE, channel)
-        store_i64(entry, COUNTER_AT, counter)
-        store_i64(entry, VALUE, value)
-        st_release(entry, COMMIT, sequence + 1)
-
 
 # Counters and cursors.
 

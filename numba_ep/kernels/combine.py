@@ -32,13 +32,10 @@ from numba_ep.device import (
     zeros_f32x8,
 )
 from numba_ep.kernels.channel import (
-    GO_ON,
-    TIMED_OUT,
     first_token,
     poll_tail,
     receive_slot,
     rows_on,
-    wait_verdict,
 )
 from numba_ep.kernels.receiver import (
     credit_for,
@@ -54,6 +51,13 @@ from numba_ep.kernels.sender import (
     block_scratch,
     num_workers,
     sending_block,
+)
+from numba_ep.kernels.waiting import (
+    FOR_A_PEER,
+    FOR_OWN_WARPS,
+    GO_ON,
+    TIMED_OUT,
+    wait_verdict,
 )
 
 GROUP_BYTES = 16  # eight bfloat16 at a time
@@ -77,7 +81,8 @@ def wait_for_row(comm, ring, arrivals, channel, src_rank, position):
         if position < seen:
             store_i64(scratch, word, seen)
             return True
-        verdict = wait_verdict(comm, spins, since)
+        patience = FOR_OWN_WARPS if src_rank == comm.rank else FOR_A_PEER
+        verdict = wait_verdict(comm, spins, since, patience)
         spins += 1
         if verdict == TIMED_OUT:
             store_i64(scratch, word, seen)

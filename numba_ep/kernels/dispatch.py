@@ -28,7 +28,6 @@ from numba_ep.device import (
     warp_sync,
 )
 from numba_ep.kernels.channel import (
-    over_peers,
     poll_tail,
     receive_slot,
     rows_before,
@@ -49,6 +48,9 @@ from numba_ep.kernels.sender import (
     block_scratch,
     num_workers,
     sending_block,
+)
+from numba_ep.kernels.waiting import (
+    over_peers,
 )
 
 

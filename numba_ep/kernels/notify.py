@@ -1,14 +1,12 @@
 """Notify: the exchange of rows that opens every operation; its only meeting of ranks.
 
     count    (dispatch) rows for each peer on each channel, each token's position there
-    send     one row to every peer through the FIFO of channel 0
-    wait     for the row of every peer
-    judge    do all ranks agree? Every rank computes the same verdict from the same rows
+    send     one row to every peer, and wait for theirs (kernels/rows.py)
+    judge    do all ranks agree? (kernels/verdict.py)
     prefix   (dispatch) where the rows of each (source rank, channel) will lie
 
 One block. No token leaves before every rank's row is in, so when the next kernel starts
-all peers are done with the operation before, and rings may change their shape. Row n
-uses area n % 2 at both ends: nobody can write row n + 2 before all have read row n.
+all peers are done with the operation before, and rings may change their shape.
 """
 
 from __future__ import annotations
@@ -16,14 +14,11 @@ from __future__ import annotations
 from numba_ep.config import Refusal
 from numba_ep.device import (
     WARP_SIZE,
-    add_release_block,
     block_sync,
-    clock_ns,
     cuda,
     fence,
     lane_id,
     ld_acquire_block,
-    ld_relaxed,
     load_i32,
     load_i64,
     load_u8,
@@ -32,33 +27,18 @@ from numba_ep.device import (
     st_release_block,
     store_i32,
     store_i64,
-    warp_broadcast,
     warp_count_below,
     warp_id,
-    warp_max,
     warp_sum,
     warp_sync,
 )
 from numba_ep.kernels.channel import (
-    GO_ON,
-    TIMED_OUT,
     first_token,
-    push_put,
-    report_timeout,
-    wait_verdict,
 )
 from numba_ep.kernels.records import (
-    LINE_BYTES,
-    NOTIFY,
-    NUM_HEADER_WORDS,
-    RESULT_CULPRIT,
-    RESULT_EXPECTED,
     RESULT_EXPERTS,
-    RESULT_FIELD,
-    RESULT_GOT,
     RESULT_OPERATION,
     RESULT_RECEIVED,
-    RESULT_REFUSAL,
     ROW_TOKENS,
     SCRATCH_COUNTS,
     SCRATCH_MET,
@@ -66,11 +46,17 @@ from numba_ep.kernels.records import (
     STATE_OPERATION,
     STATE_VERDICT,
 )
+from numba_ep.kernels.rows import (
+    row_from,
+    send_row,
+    wait_for_rows,
+)
+from numba_ep.kernels.verdict import (
+    judge,
+)
 
 INVALID_EXPERT_ID = int(Refusal.INVALID_EXPERT_ID)
 LAYOUT_MISMATCH = int(Refusal.LAYOUT_MISMATCH)
-RANKS_DISAGREE = int(Refusal.RANKS_DISAGREE)
-TOO_MANY_TOKENS = int(Refusal.TOO_MANY_TOKENS)
 NOT_JUDGED = -1  # the verdict of an operation whose rows never came
 
 
@@ -135,196 +121,6 @@ def count_tokens(comm, header, notice):
     block_sync()
 
 
-# Send.
-
-
-@cuda.jit(device=True)
-def area(comm, operation, peer):
-    """Offset of a row within the row areas, at either end."""
-    return (operation % 2 * comm.num_ranks + peer) * comm.row_bytes
-
-
-@cuda.jit(device=True)
-def row_from(comm, operation, src_rank):
-    """Address of the row of `src_rank`; one's own is read where it was written."""
-    if src_rank == comm.rank:
-        return comm.send_rows + area(comm, operation, src_rank)
-    return comm.receive + comm.rows_at + area(comm, operation, src_rank)
-
-
-@cuda.jit(device=True)
-def write_header(row, header, status):
-    """Lane 0: the words that must be equal on all ranks, in the order of Header."""
-    store_i64(row, 0, status)
-    store_i64(row, 1, header.kind)
-    store_i64(row, 2, header.hidden)
-    store_i64(row, 3, header.dtype)
-    store_i64(row, 4, header.num_topk)
-    store_i64(row, 5, header.has_weights)
-    store_i64(row, 6, header.num_experts)
-    store_i64(row, 7, header.expert_alignment)
-    store_i64(row, 8, header.chunk)
-    store_i64(row, 9, header.capacity)
-    store_i64(row, 10, header.num_channels)
-    store_i64(row, 11, header.handle_operation)
-    store_i64(row, 12, header.num_worst_tokens)
-
-
-@cuda.jit(device=True)
-def write_row(comm, header, notice, status, row, dst_rank):
-    """One warp: the whole row for `dst_rank`. A refusal is its header alone."""
-    if lane_id() == 0:
-        write_header(row, header, status)
-    if status != 0 or notice.is_token_in_rank == 0:
-        return
-    for rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
-        store_i64(row, ROW_TOKENS + rank, load_i32(notice.tokens_per_rank, rank))
-    channels = ROW_TOKENS + comm.num_ranks
-    for channel in range(lane_id(), header.num_channels, WARP_SIZE):
-        index = dst_rank * header.num_channels + channel
-        count = load_i64(notice.scratch, SCRATCH_COUNTS + index)
-        store_i64(row, channels + channel, count)
-    if notice.tokens_per_expert != 0:
-        experts = channels + comm.max_channels
-        local = header.num_experts // comm.num_ranks
-        for expert in range(lane_id(), local, WARP_SIZE):
-            count = load_i32(notice.tokens_per_expert, dst_rank * local + expert)
-            store_i64(row, experts + expert, count)
-
-
-@cuda.jit(device=True)
-def send_row(comm, header, notice, status, operation, dst_rank):
-    """One warp: write the row for a peer and push it; the own one just stays."""
-    offset = area(comm, operation, dst_rank)
-    write_row(comm, header, notice, status, comm.send_rows + offset, dst_rank)
-    warp_sync()
-    if lane_id() == 0 and dst_rank != comm.rank:
-        push_put(
-            comm, 0, dst_rank,
-            comm.send_rows_at + offset,
-            comm.rows_at + area(comm, operation, comm.rank),
-            comm.row_bytes,
-            comm.row_counters_at + comm.rank * LINE_BYTES,
-            operation,
-        )  # fmt: skip
-    warp_sync()
-
-
-# Wait.
-
-
-@cuda.jit(device=True)
-def wait_for_row_of(comm, operation, src_rank):
-    """One warp: until the row of `src_rank` is here; False if the Buffer aborts."""
-    word = comm.receive + comm.row_counters_at + src_rank * LINE_BYTES
-    spins = 0
-    since = clock_ns()
-    while True:
-        arrived = warp_broadcast(ld_relaxed(word, 0))
-        if arrived >= operation:
-            fence()  # the row is read after its counter
-            warp_sync()
-            return True
-        verdict = wait_verdict(comm, spins, since)
-        spins += 1
-        if verdict == TIMED_OUT:
-            report_timeout(comm, NOTIFY, src_rank, 0, arrived, arrived, operation)
-        if verdict != GO_ON:
-            return False
-
-
-@cuda.jit(device=True)
-def wait_for_rows(comm, notice, operation):
-    """Each warp waits for its share of the rows, warp 0 then for all warps."""
-    for src_rank in range(warp_id(), comm.num_ranks, num_warps()):
-        if src_rank != comm.rank and not wait_for_row_of(comm, operation, src_rank):
-            return False
-    warp_sync()
-    if lane_id() == 0:
-        add_release_block(notice.scratch, SCRATCH_MET, 1)
-    if warp_id() > 0:
-        return False
-    # No block barrier here: a warp that gave up never comes to it.
-    spins = 0
-    since = clock_ns()
-    while warp_broadcast(ld_acquire_block(notice.scratch, SCRATCH_MET)) < num_warps():
-        if wait_verdict(comm, spins, since) != GO_ON:
-            return False
-        spins += 1
-    return True
-
-
-# Judge. Warp 0; every step is a function of the equal parts of the rows.
-
-
-@cuda.jit(device=True)
-def first_fault(comm, operation):
-    """The least (class, rank, field) that is wrong as one number, or a huge one.
-
-    Class 0: a rank refuses. Class 1: a rank's field differs from rank 0's.
-    """
-    ranks = comm.num_ranks
-    none = 2 * ranks * NUM_HEADER_WORDS
-    least = none
-    for src_rank in range(lane_id(), ranks, WARP_SIZE):
-        row = row_from(comm, operation, src_rank)
-        if load_i64(row, 0) != 0:
-            least = min(least, src_rank * NUM_HEADER_WORDS)
-        for field in range(1, NUM_HEADER_WORDS):
-            expected = load_i64(row_from(comm, operation, 0), field)
-            if load_i64(row, field) != expected:
-                fault = (ranks + src_rank) * NUM_HEADER_WORDS + field
-                least = min(least, fault)
-    # The least over the lanes, by way of the largest.
-    return none, none - warp_max(none - least)
-
-
-@cuda.jit(device=True)
-def most_received(comm, operation):
-    """The largest number of rows that any rank receives, and the first such rank."""
-    most = -1
-    where = 0
-    for dst_rank in range(comm.num_ranks):
-        total = 0
-        for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
-            row = row_from(comm, operation, src_rank)
-            total += load_i64(row, ROW_TOKENS + dst_rank)
-        total = warp_sum(total)
-        if total > most:
-            most = total
-            where = dst_rank
-    return most, where
-
-
-@cuda.jit(device=True)
-def judge(comm, header, notice, operation):
-    """Leave the refusal and what it is about in the result; returns the refusal."""
-    none, fault = first_fault(comm, operation)
-    refusal = 0
-    culprit = fault // NUM_HEADER_WORDS
-    field = fault % NUM_HEADER_WORDS
-    expected = header.num_worst_tokens
-    got = 0
-    if fault < none and culprit >= comm.num_ranks:
-        refusal = RANKS_DISAGREE
-        culprit -= comm.num_ranks
-        expected = load_i64(row_from(comm, operation, 0), field)
-        got = load_i64(row_from(comm, operation, culprit), field)
-    elif fault < none:
-        refusal = load_i64(row_from(comm, operation, culprit), 0)
-    elif expected > 0:
-        got, culprit = most_received(comm, operation)
-        if got > expected:
-            refusal = TOO_MANY_TOKENS
-    if lane_id() == 0:
-        store_i64(notice.result, RESULT_REFUSAL, refusal)
-        store_i64(notice.result, RESULT_CULPRIT, culprit)
-        store_i64(notice.result, RESULT_FIELD, field)
-        store_i64(notice.result, RESULT_EXPECTED, expected)
-        store_i64(notice.result, RESULT_GOT, got)
-    return refusal
-
-
 # Prefix. Warp 0.
 
 
@@ -367,7 +163,6 @@ def sum_experts(comm, header, notice, operation):
 @cuda.jit(device=True)
 def conclude(comm, notice, operation, verdict):
     """Lane 0 of warp 0: the next kernel and the host may go on."""
-    store_i64(comm.state, STATE_OPERATION, operation)
     store_i64(comm.state, STATE_VERDICT, verdict)
     if verdict != NOT_JUDGED:
         # Released last: the host reads counts and verdict after this word.
@@ -382,6 +177,9 @@ def notify_kernel(comm, header, notice):
         store_i64(notice.scratch, SCRATCH_MET, 0)
         store_i64(notice.scratch, SCRATCH_STATUS, header.status)
     block_sync()
+    if warp_id() == 0 and lane_id() == 0:
+        # All have read it. A status record of this kernel is about this operation.
+        store_i64(comm.state, STATE_OPERATION, operation)
     if notice.is_token_in_rank != 0 and header.status == 0:
         count_tokens(comm, header, notice)
     status = ld_acquire_block(notice.scratch, SCRATCH_STATUS)

@@ -23,13 +23,16 @@ from numba_ep.device import (
 )
 from numba_ep.kernels.channel import (
     cursor,
-    over_peers,
-    report_timeout,
     return_credit,
     rows_on,
 )
 from numba_ep.kernels.records import RECEIVE_COORDINATOR, RECEIVER
 from numba_ep.kernels.sender import block_scratch, move_cursors, num_workers
+from numba_ep.kernels.waiting import (
+    FOR_OWN_WARPS,
+    over_peers,
+    report_timeout,
+)
 
 # A receiving block's scratch: for every warp and source the next position it needs,
 # then for every warp and source the tail seen, then for every source the credit
@@ -129,7 +132,7 @@ def report_coordinator(comm, ring, arrivals, channel, src_rank):
     report_role(comm, ring, arrivals, channel, src_rank, RECEIVE_COORDINATOR)
 
 
-return_credits = over_peers(credit_for, report_coordinator)
+return_credits = over_peers(credit_for, report_coordinator, FOR_OWN_WARPS)
 
 
 @cuda.jit(device=True)

@@ -34,15 +34,18 @@ from numba_ep.device import (
 from numba_ep.kernels.channel import (
     cursor,
     first_token,
-    over_peers,
     poll_credit,
     publish_chunk,
-    report_timeout,
     rows_before,
     rows_on,
     send_slot,
 )
 from numba_ep.kernels.records import SEND_COORDINATOR, SENDER
+from numba_ep.kernels.waiting import (
+    FOR_OWN_WARPS,
+    over_peers,
+    report_timeout,
+)
 
 # A sending block's scratch: a packed count for every (peer, chunk of the ring), then a
 # part for every warp and one for the coordinator. A warp's part: the next position for
@@ -210,7 +213,7 @@ def report_coordinator(comm, ring, plan, channel, dst_rank):
     report_timeout(comm, SEND_COORDINATOR, dst_rank, channel, tail, tail, tail + 1)
 
 
-publish_chunks = over_peers(publish_for, report_coordinator)
+publish_chunks = over_peers(publish_for, report_coordinator, FOR_OWN_WARPS)
 
 
 @cuda.jit(device=True)

@@ -1,0 +1,116 @@
+"""Every wait is bounded: it ends by the abort word or the clock, and names the peer.
+
+After a timeout all warps leave in good order and the host raises. There is no trap: the
+CUDA context stays usable.
+"""
+
+from __future__ import annotations
+
+from numba_ep.device import (
+    clock_ns,
+    compare_and_swap,
+    cuda,
+    lane_id,
+    ld_relaxed,
+    relax,
+    st_release,
+    store_i64,
+    warp_broadcast,
+    warp_sync,
+)
+from numba_ep.kernels.records import (
+    ABORT,
+    RECORD,
+    STATE_CLAIM,
+    STATE_OPERATION,
+)
+from transport.wr import (
+    ABORT_CAUSE,
+    ABORT_TIMEOUT,
+)
+
+SPINS_PER_CHECK = 64
+
+# Timeouts that a wait may last. Who waits for warps of this rank waits longer: they
+# give up first, and they know which peer it is.
+FOR_A_PEER = 1
+FOR_OWN_WARPS = 2
+
+# What `wait_verdict` says.
+GO_ON = 0
+ABORTED = 1
+TIMED_OUT = 2
+
+
+@cuda.jit(device=True)
+def wait_verdict(comm, spins, since, patience):
+    """Relax; every 64th time see whether to give up. The same answer on every lane.
+
+    patience: FOR_A_PEER, or FOR_OWN_WARPS: those give up first and know why.
+    """
+    relax(spins)
+    if spins % SPINS_PER_CHECK != SPINS_PER_CHECK - 1:
+        return GO_ON
+    verdict = GO_ON
+    if ld_relaxed(comm.control, ABORT) != 0:
+        verdict = ABORTED
+    elif clock_ns() - since > patience * comm.timeout_ns:
+        verdict = TIMED_OUT
+    return warp_broadcast(verdict)
+
+
+@cuda.jit(device=True)
+def report_timeout(comm, role, peer, channel, head, tail, expected):
+    """Leave a status record and end the Buffer on this rank; the first record stays."""
+    if lane_id() == 0 and compare_and_swap(comm.state, STATE_CLAIM, 0, 1) == 0:
+        store_i64(comm.control, RECORD, role)
+        store_i64(comm.control, RECORD + 1, peer)
+        store_i64(comm.control, RECORD + 2, channel)
+        store_i64(comm.control, RECORD + 3, head)
+        store_i64(comm.control, RECORD + 4, tail)
+        store_i64(comm.control, RECORD + 5, expected)
+        store_i64(comm.control, RECORD + 6, ld_relaxed(comm.state, STATE_OPERATION))
+        if ld_relaxed(comm.control, ABORT) == 0:
+            # Release: the host reads the record after it sees this word.
+            abort = ABORT_TIMEOUT * ABORT_CAUSE + peer + 1
+            st_release(comm.control, ABORT, abort)
+    warp_sync()
+
+
+def over_peers(advance, report, patience=FOR_A_PEER):
+    """Build a role that serves all peers and never waits for one while another can go.
+
+    advance(comm, ring, work, rows, channel, peer) -> (steps done, whether any is left).
+    report(comm, ring, work, channel, peer) leaves the status record of a wait for
+    `peer` that lasted too long. The role returns False where the Buffer aborts.
+    """
+
+    @cuda.jit(device=True)
+    def role(comm, ring, work, rows, channel):
+        spins = 0
+        since = clock_ns()
+        while True:
+            steps = 0
+            waits_for = -1
+            # Every rank begins with another peer, or all would send to rank 0 at once.
+            for i in range(comm.num_ranks):
+                peer = (comm.rank + i) % comm.num_ranks
+                done, left = advance(comm, ring, work, rows, channel, peer)
+                steps += done
+                if left:
+                    waits_for = peer
+            if waits_for < 0:
+                return True
+            if steps > 0:
+                spins = 0
+                since = clock_ns()
+                continue
+            limit = FOR_OWN_WARPS if waits_for == comm.rank else patience
+            verdict = wait_verdict(comm, spins, since, limit)
+            spins += 1
+            if verdict == TIMED_OUT:
+                report(comm, ring, work, channel, waits_for)
+            if verdict != GO_ON:
+                return False
+
+    return role
