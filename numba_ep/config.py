@@ -98,7 +98,7 @@ class Config(_Fields):
         return self
 
     @classmethod
-    def _make(cls, iterable: Any) -> Any:
+    def _make(cls, iterable: Any) -> Any:  # type: ignore[override]
         # `_replace` comes here, too, and must check what it makes.
         return cls(*iterable)
 

@@ -39,7 +39,7 @@ if device.wanted_target() == "cuda":
     pytest.skip("these tests are for kernels on the CPU", allow_module_level=True)
 
 from numba_ep.device import block_id, cuda, num_warps, warp_id
-from numba_ep.kernels.channel import push_counter, push_put
+from numba_ep.kernels.fifo import push_counter, push_put
 from numba_ep.kernels.records import (
     ABORT,
     FIFO,

@@ -386,16 +386,16 @@ def test_3_a_failure_after_the_verdict_is_an_abort(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No memory for the outputs on rank 1: the others must not wait for it."""
-    from numba_ep import operation
+    from numba_ep import dispatch
 
-    make_outputs = operation.Dispatch._outputs
+    make_outputs = dispatch.Dispatch._outputs
 
     def outputs(self: Any, rows: int) -> Any:
         if self.endpoint.rank == 1:
             raise MemoryError("no memory for outputs")
         return make_outputs(self, rows)
 
-    monkeypatch.setattr(operation.Dispatch, "_outputs", outputs)
+    monkeypatch.setattr(dispatch.Dispatch, "_outputs", outputs)
     case = Case([40, 40, 40], 64, 2, 6, SMALL, timeout_s=20)
     since = time.monotonic()
     errors = run_case(case, catch=(MemoryError, BufferAborted), barriers=False)

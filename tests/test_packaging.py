@@ -39,16 +39,20 @@ numba_ep.device.cuda_lanes numba_ep.device.cuda_rows numba_ep.device.cuda_runtim
 numba_ep.device.cpu numba_ep.device.python numba_ep.device.cuda
 numba_ep.device
 numba_ep.kernels.records
-numba_ep.bounce numba_ep.errors numba_ep.kernels.channel
-numba_ep.kernels.sender
-numba_ep.kernels.receiver
+numba_ep.bounce numba_ep.errors numba_ep.kernels.waiting
+numba_ep.kernels.fifo
+numba_ep.kernels.channel
+numba_ep.kernels.sender numba_ep.kernels.rows
+numba_ep.kernels.receiver numba_ep.kernels.verdict
 numba_ep.kernels.cast numba_ep.kernels.layout numba_ep.kernels.notify
 numba_ep.kernels.dispatch numba_ep.kernels.combine
 numba_ep.kernels
 numba_ep.spawn
 numba_ep.group
-numba_ep.checks numba_ep.endpoint
+numba_ep.checks numba_ep.meeting numba_ep.closing
+numba_ep.endpoint
 numba_ep.operation
+numba_ep.dispatch numba_ep.combine
 numba_ep.buffer
 numba_ep.cast
 numba_ep.selfcheck
