@@ -200,22 +200,24 @@ def test_c52_the_groups_end_after_the_buffers(ending: str) -> None:
     """An abort of the group touches no memory of a Buffer that is gone already."""
     from numba_ep.buffer import Buffer
 
-    memory: list[Any] = []
+    memory: list[tuple[Any, bytes]] = []
 
     def program(group: Any) -> None:
         buffer = Buffer(group, num_rdma_bytes=1024, device="cpu")
-        memory.append(buffer._endpoint.control)
+        control = buffer._endpoint.control
         if ending == "destroy":
             buffer.destroy()
         group.Barrier()
         del buffer
         gc.collect()
         group.Barrier()
+        memory.append((control, control.host.tobytes()))
         raise KeyError("later")
 
     with pytest.raises(KeyError, match="later"):
         spawn(program, 2, 20.0)
-    assert not any(control.host.any() for control in memory)
+    assert memory
+    assert all(control.host.tobytes() == before for control, before in memory)
 
 
 def test_c52_an_exception_within_with() -> None:

@@ -46,6 +46,7 @@ from numba_ep.device import (
     ld_relaxed,
     load_bf16,
     load_bf16_magnitude,
+    load_bf16x8,
     load_f32,
     load_i32,
     load_i64,
@@ -516,6 +517,24 @@ def sum_kernel(parts: int, terms: int, groups: int, to: int) -> None:
         for term in range(terms):
             total = add_bf16x8(total, parts, term * groups + group)
         store_bf16x8(to, group, total)
+
+
+@cuda.jit
+def reload_kernel(rows: int, groups: int, to: int) -> None:
+    """rows: bfloat16 [8 * groups], loaded and stored without a sum."""
+    for group in range(groups):
+        store_bf16x8(to, group, load_bf16x8(rows, group))
+
+
+def test_a_loaded_group_keeps_every_finite_code_and_the_sign_of_zero(
+    runtime: Any,
+) -> None:
+    codes = np.arange(1 << 16).astype(np.uint16)
+    finite = codes[codes & 0x7F80 != 0x7F80]
+    assert 0x8000 in finite
+    got = np.zeros_like(finite)
+    run(runtime, reload_kernel, (1, 1), at(finite), len(finite) // 8, at(got))
+    assert (got == finite).all()
 
 
 def bf16_sums(runtime: Any, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
