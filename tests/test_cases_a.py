@@ -281,7 +281,7 @@ def test_c12_one_rank_gives_the_constructor_wrong_arguments(
         rank = group.Get_rank()
         args.update(bad if rank == 1 else {})
         error = caught(lambda: Buffer(group, **args))
-        # Stay until all have come: a rank that has returned is a hint MPI does not give.
+        # Stay until all have come: MPI gives no hint that a rank has returned.
         done.append(rank)
         while len(done) < 3:
             time.sleep(0.001)

@@ -116,7 +116,7 @@ def test_c23_index_and_weight_dtypes() -> None:
 
     def program(buffer: Any) -> None:
         for kind in kinds:
-            with pytest.raises((TypeError, ValueError), match="topk_idx: .*int64"):
+            with pytest.raises((TypeError, ValueError), match=r"topk_idx: .*int64"):
                 buffer.get_dispatch_layout(np.zeros((3, 2), kind), 4)
 
     run(program, 2, 1024)

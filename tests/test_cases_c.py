@@ -128,7 +128,7 @@ def test_c38_the_checks_see_every_fault() -> None:
             return *reference.combine(*every, args["bias"] or ()), EventOverlap()
 
     check_combine(Fake(world.rows), world, None, 1)
-    with pytest.raises(AssertionError, match="combined x.*token 7,"):
+    with pytest.raises(AssertionError, match=r"combined x.*token 7,"):
         check_combine(Fake(part), world, None, 1)
 
 
@@ -248,7 +248,7 @@ def test_c43_constructors_that_disagree() -> None:
 
     def program(group: Any) -> None:
         queues = 3 if group.Get_rank() == 1 else 2
-        with pytest.raises(ValueError, match="num_qps_per_rank.*rank 1"):
+        with pytest.raises(ValueError, match=r"num_qps_per_rank.*rank 1"):
             Buffer(group, num_rdma_bytes=1024, num_qps_per_rank=queues, device="cpu")
 
     spawn(program, 3, 20.0)

@@ -89,7 +89,7 @@ def test_c48_more_channels_than_queues() -> None:
         args = world.dispatch_args(buffer.rank)
         args["config"] = Config(6, 2, 4, 2, 4)
         for _ in range(2):
-            with pytest.raises(ValueError, match="num_sms.*num_qps_per_rank"):
+            with pytest.raises(ValueError, match=r"num_sms.*num_qps_per_rank"):
                 buffer.dispatch(**args)
             check_round(buffer, world)
 

@@ -91,7 +91,7 @@ def device_kernels() -> dict[str, Any]:
 
 
 def small_comm(word: int = 0, **fields: int) -> Any:
-    """A record whose counters of peer 1 all lie at `word`; its memory lives for ever."""
+    """A record whose counters of peer 1 all lie at `word`; its memory is kept."""
     from numba_ep.kernels.records import Comm
 
     local = np.zeros(1024, np.int64)

@@ -2,8 +2,8 @@
 
     check(Scenario(tokens=(13, 0, 7, 5)))   # two rounds of everything on one Buffer
 
-Before every operation the rings and the kernels' scratch are filled with 0xFF, and so is
-every new output array. What goes in and what must come out is made in scenario.py.
+Before every operation the rings and the kernels' scratch are filled with 0xFF, and so
+is every new output array. What goes in and what must come out is made in scenario.py.
 """
 
 from __future__ import annotations
