@@ -44,6 +44,7 @@ from alltoallv_peer import (
     cast_to_fp8_by_table,
     dequantise,
 )
+from meeting_points import meet, sleeping_barrier
 from mpi4py import MPI
 
 # The package of this source tree, also where it is not installed.
@@ -146,7 +147,7 @@ def run_round(
     side: Side, comm: MPI.Intracomm, inputs: Inputs
 ) -> tuple[dict[str, Array], list[float]]:
     """One round. Returns every result by name and this rank's seconds by STEPS."""
-    comm.Barrier()
+    meet(comm)
     began = perf_counter()
     x_fp8, scales = side.cast(inputs.x)
     cast_done = perf_counter()
@@ -157,14 +158,17 @@ def run_round(
     )
     dispatch_done = perf_counter()
 
+    # Untimed work must not take the cores from ranks that are still dispatching.
+    sleeping_barrier(comm)
     rows = dequantise(received.x, received.scales)
 
-    comm.Barrier()
+    meet(comm)
     combine_began = perf_counter()
     combined, combined_weights = side.combine(
         rows, received.handle, received.topk_weights
     )
     combine_s = perf_counter() - combine_began
+    sleeping_barrier(comm)
 
     results = {
         "x_fp8": x_fp8,

@@ -28,7 +28,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ from numpy.typing import NDArray
 
 # The packages of this source tree, also where they are not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from meeting_points import sleeping_barrier
 
 import transport
 from transport import wr
@@ -111,13 +113,6 @@ def make_memcpy_methods(region_bytes: int, seed: int) -> dict[str, MoveChunks]:
         if not np.array_equal(src, dst):
             raise AssertionError(f"{name}: source and destination differ")
     return methods
-
-
-def sleeping_barrier(comm: MPI.Intracomm) -> None:
-    """A barrier whose early ranks do not spin: they would slow what is measured."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        sleep(1e-4)
 
 
 def time_rounds(

@@ -15,6 +15,7 @@ if JIT_DISABLED:
         fence,
         load_acquire,
         load_relaxed,
+        nap,
         pause,
         store_release,
         yield_core,
@@ -28,6 +29,7 @@ else:
         fence,
         load_acquire,
         load_relaxed,
+        nap,
         pause,
         store_release,
         yield_core,
@@ -35,20 +37,26 @@ else:
 
 __all__ = [
     "atomic_add", "clock_ns", "compare_and_swap", "copy_bytes", "fence", "load_acquire",
-    "load_relaxed", "pause", "read_word", "relax", "store_release", "swap_word",
+    "load_relaxed", "nap", "pause", "read_word", "relax", "store_release", "swap_word",
     "wait_any", "write_word", "yield_core",
 ]  # fmt: skip
 
 PAUSES_BEFORE_YIELD = 4
+SPINS_BEFORE_NAP = 160
+NAP_NS = 20_000
 
 
 def _relax(spins: int) -> None:
     # Far more threads than cores wait at once here: after a short spin the core must go
-    # to whoever is waited for: see docs/performance.md for the count.
-    if spins % (PAUSES_BEFORE_YIELD + 1) == PAUSES_BEFORE_YIELD:
+    # to whoever is waited for. A yield does that among the threads of one process; where
+    # the scheduler groups threads by session (Linux's autogroup), as mpirun's ranks are,
+    # it gives nothing to another process, and only sleeping does.
+    if spins % (PAUSES_BEFORE_YIELD + 1) != PAUSES_BEFORE_YIELD:
+        pause()
+    elif spins < SPINS_BEFORE_NAP:
         yield_core()
     else:
-        pause()
+        nap(NAP_NS)
 
 
 relax = host.jit(_relax, inline="always")

@@ -125,6 +125,25 @@ def yield_core(typingctx):
 
 
 @intrinsic
+def nap(typingctx, nanoseconds):
+    """Sleep for less than a second: `nanosleep(2)`."""
+
+    def codegen(context, builder, signature, args):
+        with builder.goto_entry_block():
+            timespec = builder.alloca(ir.ArrayType(I64, 2))
+        words = builder.bitcast(timespec, I64.as_pointer())
+        builder.store(ir.Constant(I64, 0), words)
+        builder.store(args[0], builder.gep(words, [ir.Constant(I64, 1)]))
+        address = I8.as_pointer()
+        sleep = libc_function(builder, "nanosleep", I32, [address, address])
+        wanted = builder.bitcast(timespec, address)
+        builder.call(sleep, [wanted, ir.Constant(address, None)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
 def clock_ns(typingctx):
     """Monotonic time in nanoseconds (`time.monotonic_ns`)."""
 

@@ -70,6 +70,11 @@ def yield_core() -> None:
     time.sleep(YIELD_S)
 
 
+def nap(nanoseconds: int) -> None:
+    """Sleep for less than a second."""
+    time.sleep(nanoseconds / 1e9)
+
+
 def clock_ns() -> int:
     """Monotonic time in nanoseconds."""
     return time.monotonic_ns()
