@@ -25,14 +25,16 @@ def leave(
 ) -> None:
     """The Buffer is dropped, or the process ends, without destroy: not collective.
 
-    Peers that wait for this rank hear of it at once. If the process ends by an
-    exception, they may never come to MPI's collective end.
+    Peers that wait for this rank hear of it. If the process ends by an exception, it
+    leaves without MPI's collective end, to which a failed job may never come, and tells
+    them so; else they have to join it there.
     """
+    failed = getattr(sys, "last_value", None) is not None
     # What this rank's kernels asked for, peers may still need.
     proxy.drain(timeout_s=1.0)
-    proxy.abort(wr.ABORT_LEFT, rank)
+    proxy.abort(wr.ABORT_DEAD if failed else wr.ABORT_LEFT, rank)
     close_locally(proxy, network, runtime, at_close, keep_memory=True)
-    if getattr(sys, "last_value", None) is not None:
+    if failed:
         leave_mpi_alone()
 
 

@@ -32,12 +32,13 @@ from numba_ep.kernels.records import (
 )
 from numba_ep.meeting import Settings, agree, all_or_none, compile_kernels
 from transport import wr
-from transport.atomics import read_word
+from transport.atomics import BELL_BYTES, read_word
 from transport.fifo import FifoReader, fifo_bytes
 from transport.proxy import AbortWords, Proxy
 
 FIFO_DEPTH = 64
 WORD = 8
+BELL_AT = 2 * LINE_BYTES  # behind the abort word and the status record
 
 
 class Endpoint:
@@ -61,6 +62,10 @@ class Endpoint:
         cards = members.allgather(self.transport.card())
         with all_or_none(members, "transport", self._undo):
             self.transport.connect(cards)
+            if self.runtime.synchronous:
+                # Kernels on a GPU ring no bell: there everybody polls.
+                proxy_bell = self.control.address + BELL_AT
+                self.runtime.bells = (self.transport.bell, proxy_bell)
             self.comm = self._make_comm()
             self.proxy = self._make_proxy()
             # It serves before the first kernel runs anywhere.
@@ -97,7 +102,7 @@ class Endpoint:
     def _allocate(self) -> None:
         runtime, ranks = self.runtime, self.num_ranks
         pairs = ranks * self.settings.max_channels
-        self.control = runtime.allocate_host(2 * LINE_BYTES)
+        self.control = runtime.allocate_host(BELL_AT + BELL_BYTES)
         result_words = RESULT_EXPERTS + MAX_EXPERTS // ranks
         self.result = runtime.allocate_host(WORD * result_words)
         self._fifo_memory = runtime.allocate_host(
@@ -163,9 +168,8 @@ class Endpoint:
             farewells=base + farewells + ranks * queues * LINE_BYTES,
         )
         return Proxy(
-            self.rank, self.transport, self._fifo, words,
-            always_busy=not self.runtime.synchronous,
-        )  # fmt: skip
+            self.rank, self.transport, self._fifo, words, self.runtime.bells[1]
+        )
 
     def rings(self) -> tuple[int, int, int, int]:
         """Receive rings (address, offset) and send rings (address, offset)."""
@@ -203,12 +207,8 @@ class Endpoint:
     ) -> None:
         """Run a kernel that may wait for peers; raises what ended the Buffer."""
         self.raise_if_ended()
-        self.proxy.set_busy(True)
-        try:
-            self.runtime.launch(kernel, blocks, warps, args)
-            self.runtime.synchronize()
-        finally:
-            self.proxy.set_busy(False)
+        self.runtime.launch(kernel, blocks, warps, args)
+        self.runtime.synchronize()
         self.raise_if_ended()
 
     def launch_local(self, kernel: Any, *args: Any) -> None:
@@ -227,7 +227,8 @@ class Endpoint:
                 self.ended_by = aborted(
                     self.rank, value, words, self.settings.timeout_s, self.proxy.error
                 )
-                leave_mpi_alone()
+                if wr.abort_parts(value)[0] != wr.ABORT_LEFT:
+                    leave_mpi_alone()
         if self.ended_by is not None:
             raise type(self.ended_by)(str(self.ended_by), self.ended_by.culprit)
 
@@ -247,6 +248,8 @@ class Endpoint:
         timeout_s = self.settings.timeout_s
         met = self.ended_by is None and self.runtime.synchronize(timeout_s)
         met = met and self._part()
+        if not met:
+            leave_mpi_alone()
         self._close.detach()
         close_locally(
             self.proxy, self.transport, self.runtime, self.at_close,

@@ -39,6 +39,7 @@ class Wrapped:
         self.inner, self.rank, self.name = inner, inner.rank, inner.name
         self.receive: MemoryRegion = inner.receive
         self.send: MemoryRegion = inner.send
+        self.bell: int = inner.bell
 
     def card(self) -> Any:
         return self.inner.card()
@@ -128,7 +129,7 @@ class FakeTransport:
     room: requests that each queue still takes, by (peer, queue); any number if absent.
     """
 
-    name, rank = "fake", 0
+    name, rank, bell = "fake", 0, 0
 
     def __init__(self, num_ranks: int, receive_bytes: int = 1 << 16) -> None:
         self._memory = np.zeros(receive_bytes, np.uint8)
@@ -283,12 +284,12 @@ def round_trip(buffer: Buffer, case: Case, want: Answer) -> None:
     combine(buffer, case, want, dispatch(buffer, case, want))
 
 
-def poison(buffer: Buffer) -> None:
-    """Fill both ends' rings with 0xFF; no operation may be under way anywhere."""
+def poison(buffer: Buffer, byte: int = 0xFF) -> None:
+    """Fill both ends' rings with a byte; no operation may be under way anywhere."""
     endpoint = buffer._endpoint
     receive, _, send, _ = endpoint.rings()
     for rings in (receive, send):
-        ctypes.memset(rings, 0xFF, endpoint.ring_bytes)
+        ctypes.memset(rings, byte, endpoint.ring_bytes)
 
 
 @functools.cache

@@ -87,6 +87,7 @@ def every_name_kernel() -> Any:
         d.warp_sync()
         seen = d.ld_acquire(words, 1)
         d.st_release(words, 2, seen)
+        d.st_release_host(words, 2, seen)
         seen = d.ld_acquire_block(words, 3)
         d.st_release_block(words, 4, seen)
         d.add_release_block(words, 5, seen)

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,22 @@ from numba_ep import Buffer, BufferAborted, Config, PeerTimeout, RefusedError, d
 from numba_ep.slot import slot_bytes
 from numba_ep.spawn import ThreadGroup
 from transport import proxy, wr
-from transport.atomics import read_word, wait_any, write_word
+from transport.atomics import read_word
+from transport.jit import JIT_DISABLED
 
 if device.wanted_target() == "cuda":
     pytest.skip("these tests are for kernels on the CPU", allow_module_level=True)
 
-from numba_ep.device import cuda, store_i64
+from numba_ep.device import (
+    add_i32,
+    clock_ns,
+    cuda,
+    ld_acquire,
+    load_i64,
+    relax,
+    st_release,
+    store_i64,
+)
 from numba_ep.kernels.channel import poll_credit
 from numba_ep.kernels.records import (
     LINE_BYTES,
@@ -497,7 +508,8 @@ def test_4_the_receiver_takes_what_the_row_states_never_up_to_tail(
         buffer = make_buffer(group, case)
         start = Map(buffer).line("tails", 0)
         made.made[buffer.rank].tails = range(start, start + 2 * LINE_BYTES)
-        poison(buffer)
+        # A slot of zeros names expert 0, of rank 0: a row too many would show there.
+        poison(buffer, 0)
         group.Barrier()
         mine, expected = want.inputs[buffer.rank], want.received[buffer.rank]
         layout = buffer.get_dispatch_layout(mine.topk_idx, 4)
@@ -571,46 +583,60 @@ def test_5_operation_number_and_cursors_are_in_device_memory() -> None:
     spawn_ranks(program, 3)
 
 
+@cuda.jit
+def watch_kernel(
+    result: int, wanted: int, turns: int, wrong: int, watched: int
+) -> None:
+    """Look at the last count as soon as the number of each operation changes."""
+    last = RESULT_EXPERTS + 2047
+    for turn in range(turns):
+        spins = 0
+        since = clock_ns()
+        while ld_acquire(result, RESULT_OPERATION) <= turn:
+            if clock_ns() - since > 10_000_000_000:
+                return
+            relax(spins)
+            spins += 1
+        if load_i64(result, last) != load_i64(wanted, turn):
+            add_i32(wrong, 0, 1)
+        st_release(watched, 0, turn + 1)
+
+
 def test_5_counts_are_there_when_the_number_of_the_operation_is() -> None:
-    """A host thread that polls the pinned words sees no number before its counts."""
-    shape = Case([9, 9], 64, 2, 8, Config(2, 4, 8, 4, 8))
-    cases = [shape._replace(num_tokens=[n, 9 - n]) for n in range(10)]
-    answers = [answer(case) for case in cases]
-    turns, wrong = 200, []
+    """Whoever polls the pinned words sees no number before its counts."""
+    turns, experts = 150, 4096
+    shape = Case([8, 8], 64, 1, experts, Config(2, 4, 8, 4, 8))
+    rng = np.random.default_rng(5)
+    chosen = rng.integers(0, 9, (turns, 2, 2))  # rows for the last expert of each rank
 
-    def program(group: Any) -> None:
+    def program(group: Any) -> tuple[int, int]:
         buffer = make_buffer(group, shape)
-        result = words(buffer._endpoint.result)
-        number = np.array([result[RESULT_OPERATION:].ctypes.data])
-        expected = [
-            (len(want.received[buffer.rank].x),
-             want.received[buffer.rank].num_recv_tokens_per_expert)
-            for want in answers
-        ]  # fmt: skip
-
-        def watch() -> None:
-            for turn in range(turns):
-                if not wait_any(number, np.array([turn]), 5_000_000_000):
-                    return
-                rows, counts = expected[turn % 10]
-                got = int(result[RESULT_RECEIVED])
-                got_counts = result[RESULT_EXPERTS : RESULT_EXPERTS + 4].tolist()
-                if int(result[RESULT_OPERATION]) == turn + 1:
-                    if (got, got_counts) != (rows, counts):
-                        wrong.append((turn, got, rows))
-                    seen.append(turn)
-
-        seen: list[int] = []
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
+        rank = buffer.rank
+        wanted = np.ascontiguousarray(chosen[:, :, rank].sum(axis=1))
+        wrong, watched = np.zeros(1, np.int32), np.zeros(1, np.int64)
+        arrays = (wanted.ctypes.data, turns, wrong.ctypes.data, watched.ctypes.data)
+        args = (words(buffer._endpoint.result).ctypes.data, *arrays)
+        device.compile_kernel(watch_kernel, args)
+        runtime = device.make_runtime("watch", 0)
+        threading.Thread(
+            target=runtime.launch, args=(watch_kernel, 1, 1, args), daemon=True
+        ).start()
+        group.Barrier()
         for turn in range(turns):
-            dispatch(buffer, cases[turn % 10], answers[turn % 10])
-        watcher.join(10)
-        assert len(seen) > turns // 4
+            ids = np.array([[experts // 2 - 1]] * 8 + [[experts - 1]] * 8, np.int64)
+            zero, one = chosen[turn, rank]
+            ids = np.concatenate([ids[:zero], ids[8 : 8 + one]])
+            layout = buffer.get_dispatch_layout(ids, experts)
+            buffer.dispatch(
+                np.zeros((len(ids), 64), BF16), None, layout[0], None, layout[3],
+                layout[2], ids, config=shape.config,
+            )  # fmt: skip
+            # The next operation must not write while this one's words are looked at.
+            wait_until(lambda n=turn: read_word(watched.ctypes.data) > n, LIMIT_S)  # type: ignore[misc]
         buffer.destroy()
+        return int(wrong[0]), int(watched[0])
 
-    spawn_ranks(program, 2)
-    assert not wrong
+    assert spawn_ranks(program, 2) == [(0, turns)] * 2
 
 
 def test_5_a_kernel_after_a_refusal_moves_nothing() -> None:
@@ -1061,7 +1087,77 @@ def test_11_rows_and_sums_are_the_same_from_run_to_run(
             run_case(Case([20, 33, 7], 128, 3, 6, SMALL), repeats=2)
 
 
-def test_a_wait_word_can_be_written_from_the_host() -> None:
-    word = np.zeros(1, np.int64)
-    write_word(word.ctypes.data, 3)
-    assert read_word(word.ctypes.data) == 3
+# In plain Python the moment of a store can be caught, whatever the machine's order.
+
+if JIT_DISABLED:
+
+    def test_in_python_5_counts_are_written_when_the_number_is_released(
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        from numba_ep.kernels import notify
+
+        case, released = Case([9, 4], 64, 2, 8, SMALL), []
+
+        def release(base: int, index: int, value: int) -> None:
+            assert index == RESULT_OPERATION
+            counts = [load_i64(base, RESULT_EXPERTS + i) for i in range(4)]
+            received = load_i64(base, RESULT_RECEIVED)
+            released.append((value, received, counts))
+            st_release(base, index, value)
+
+        monkeypatch.setattr(notify, "st_release", release)
+        run_case(case, repeats=3)
+        want = [
+            (2 * turn + 1, len(r.x), r.num_recv_tokens_per_expert)
+            for turn in range(3)
+            for r in answer(case, turn).received
+        ]
+        dispatches = [words for words in released if words[0] % 2]
+        assert len(released) == 12
+        assert sorted(dispatches) == sorted(want)
+
+    def test_in_python_6_an_entry_is_whole_when_it_is_committed(
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        from numba_ep.kernels import fifo
+
+        monkeypatch.setattr(transport, "create", made := Wrapping(Recording))
+        committed, lock = Counter[tuple[int, ...]](), threading.Lock()
+
+        def essence(fields: Any) -> tuple[int, ...]:
+            request = wr.WorkRequest(*fields)
+            if request.opcode == wr.PUT:
+                return tuple(request)
+            return (*request[:3], *request[6:])  # it has no data
+
+        def release(base: int, index: int, value: int) -> None:
+            if index == wr.COMMIT:
+                fields = [load_i64(base, field) for field in range(wr.NUM_FIELDS)]
+                with lock:
+                    committed[essence(fields)] += 1
+            st_release(base, index, value)
+
+        monkeypatch.setattr(fifo, "st_release", release)
+        maps: list[Map] = []
+        case = Case([9, 14, 3], 64, 2, 6, SMALL)
+        run_case(case, before=lambda b: maps.append(Map(b)))
+        posted = Counter(
+            essence(request)
+            for end in made.made.values()
+            for request in end.posted
+            if not is_farewell(request, maps[0])
+        )
+        assert committed == posted
+
+else:
+
+    def test_the_moments_of_stores_in_plain_python() -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        environment = os.environ | {"NUMBA_DISABLE_JIT": "1", "NUMBA_EP_DEVICE": "cpu"}
+        done = subprocess.run(
+            [*command, __file__, "-k", "in_python"], env=environment,
+            cwd=Path(__file__).parent.parent, capture_output=True, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+        assert "2 passed" in done.stdout

@@ -124,20 +124,41 @@ def yield_core(typingctx):
     return types.void(), codegen
 
 
+def _futex(builder: Any, word: Any, operation: int, value: Any, timespec: Any) -> None:
+    machine = llvmlite.binding.get_process_triple().partition("-")[0]
+    number = 202 if machine == "x86_64" else 98  # aarch64 and all later ones
+    call = libc_function(builder, "syscall", I64, [I64] * 6)
+    constants = [ir.Constant(I64, n) for n in (number, operation)]
+    zero = ir.Constant(I64, 0)
+    builder.call(call, [constants[0], word, constants[1], value, timespec, zero])
+
+
 @intrinsic
-def nap(typingctx, nanoseconds):
-    """Sleep for less than a second: `nanosleep(2)`."""
+def futex_wait(typingctx, word, value, timeout_ns):
+    """Sleep until `futex_wake`, unless the low half of the word is not `value`'s.
+
+    Works between processes that share the memory; timeout_ns is below a second.
+    """
 
     def codegen(context, builder, signature, args):
         with builder.goto_entry_block():
             timespec = builder.alloca(ir.ArrayType(I64, 2))
         words = builder.bitcast(timespec, I64.as_pointer())
         builder.store(ir.Constant(I64, 0), words)
-        builder.store(args[0], builder.gep(words, [ir.Constant(I64, 1)]))
-        address = I8.as_pointer()
-        sleep = libc_function(builder, "nanosleep", I32, [address, address])
-        wanted = builder.bitcast(timespec, address)
-        builder.call(sleep, [wanted, ir.Constant(address, None)])
+        builder.store(args[2], builder.gep(words, [ir.Constant(I64, 1)]))
+        _futex(builder, args[0], 0, args[1], builder.ptrtoint(timespec, I64))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def futex_wake(typingctx, word):
+    """Wake every thread that sleeps on the word."""
+
+    def codegen(context, builder, signature, args):
+        everyone = ir.Constant(I64, 0x7FFFFFFF)
+        _futex(builder, args[0], 1, everyone, ir.Constant(I64, 0))
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen

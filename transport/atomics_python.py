@@ -70,9 +70,13 @@ def yield_core() -> None:
     time.sleep(YIELD_S)
 
 
-def nap(nanoseconds: int) -> None:
-    """Sleep for less than a second."""
-    time.sleep(nanoseconds / 1e9)
+def futex_wait(word: int, value: int, timeout_ns: int) -> None:
+    """Nobody is woken in plain Python: sleep for a moment."""
+    time.sleep(YIELD_S)
+
+
+def futex_wake(word: int) -> None:
+    """Nothing to do: see `futex_wait`."""
 
 
 def clock_ns() -> int:

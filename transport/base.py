@@ -36,6 +36,9 @@ class Transport(Protocol):
     """
 
     name: str
+    # What writes to this rank ring (`transport.atomics.ring_bell`), or 0: then its
+    # waiting threads poll.
+    bell: int
     receive: MemoryRegion
     send: MemoryRegion
 

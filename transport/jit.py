@@ -52,6 +52,22 @@ def cache_folder(name: str, *folders: Path) -> str | None:
     return None
 
 
+def _with_forgiving_cache(compiled: Any) -> Any:
+    """A cache file that was cut short, by a full disk say, means: compile again."""
+    cache = compiled._cache
+    load = cache.load_overload
+
+    def load_overload(*args: Any) -> Any:
+        try:
+            return load(*args)
+        except Exception:  # noqa: BLE001 (unpickling damaged bytes may raise anything)
+            cache.flush()
+            return None
+
+    cache.load_overload = load_overload
+    return compiled
+
+
 class Compiler:
     """`jit` for one package: nogil, cached in that package's own folder."""
 
@@ -67,12 +83,17 @@ class Compiler:
         # are.
         saved, config.CACHE_DIR = config.CACHE_DIR, self.folder or ""
         try:
-            return numba.njit(
-                nogil=True, cache=cache and self.folder is not None,
-                error_model="numpy", **options,
-            )(fn)  # fmt: skip
+            keeps = cache and self.folder is not None
+            compiled = numba.njit(
+                nogil=True, cache=keeps, error_model="numpy", **options
+            )(fn)
+            return _with_forgiving_cache(compiled) if keeps else compiled
         finally:
             config.CACHE_DIR = saved
+
+    def jit_inline(self, fn: Callable[..., Any]) -> Any:
+        """Compile `fn` into its callers alone, without a cache file of its own."""
+        return self.jit(fn, cache=False, inline="always")
 
 
 host = Compiler("transport", Path(__file__).parent)

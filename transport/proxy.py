@@ -15,14 +15,15 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from transport import wr
-from transport.atomics import read_word, swap_word, wait_any
+from transport.atomics import read_word, ring, swap_word, wait_any
 from transport.base import Transport, TransportError
 from transport.fifo import FifoReader
+from transport.jit import host
 
 BATCH = 64
 LIVENESS_S = 0.25
@@ -64,15 +65,30 @@ class Statistics:
     idle_waits: int = 0
 
 
+@host.jit
+def _count(batch: Any, counts: Any) -> None:
+    """Add what `batch` posts to puts, bytes put and counters written alone."""
+    for i in range(batch.shape[0]):
+        if batch[i, wr.OPCODE] == wr.PUT:
+            counts[0] += 1
+            counts[1] += batch[i, wr.NUM_BYTES]
+        else:
+            counts[2] += 1
+
+
 class Proxy:
-    """Drains `fifo` into `transport` from a thread of its own."""
+    """Drains `fifo` into `transport` from a thread of its own.
+
+    bell: what kernels ring when they commit an entry; 0 where they cannot (on a GPU),
+    and the thread polls.
+    """
 
     def __init__(
         self, rank: int, transport: Transport, fifo: FifoReader, abort: AbortWords,
-        always_busy: bool = False,
+        bell: int = 0,
     ) -> None:  # fmt: skip
         self.rank, self._transport, self._fifo = rank, transport, fifo
-        self._abort, self._always_busy = abort, always_busy
+        self._abort, self._bell = abort, bell
         self._peers = [p for p in range(len(abort.from_peers)) if p != rank]
         self._batch = np.empty((BATCH, wr.NUM_FIELDS), np.int64)
         self._parked: dict[tuple[int, int], deque[np.ndarray]] = {}
@@ -85,8 +101,7 @@ class Proxy:
         )
         self._seen = np.zeros_like(self._words)
         self._statistics = Statistics()
-        self._busy = always_busy
-        self._wake = threading.Event()
+        self._counts = np.zeros(3, np.int64)  # puts, put_bytes, counter_writes
         self._untold = set(self._peers)
         self._next_watch = 0.0
         self._gone: tuple[float, int] | None = None  # when to give up, abort word
@@ -103,12 +118,6 @@ class Proxy:
     def start(self) -> None:
         """Begin to serve; before the first kernel runs anywhere."""
         self._thread.start()
-
-    def set_busy(self, busy: bool) -> None:
-        """Tell the proxy that kernels run (it polls) or that none does (it sleeps)."""
-        self._busy = busy or self._always_busy
-        if busy:
-            self._poke()
 
     def submit(self, batch: np.ndarray) -> None:
         """Post `batch`, [n, NUM_FIELDS] int64, past the FIFOs, from any thread."""
@@ -144,12 +153,16 @@ class Proxy:
 
     def statistics(self) -> Statistics:
         """A copy of the counts, for people and tests."""
-        return replace(self._statistics)
+        puts, put_bytes, counter_writes = self._counts.tolist()
+        return replace(
+            self._statistics,
+            puts=puts, put_bytes=put_bytes, counter_writes=counter_writes,
+        )  # fmt: skip
 
     def _poke(self) -> None:
-        """Have the thread look again, whichever way it waits."""
+        """Have the thread look again, whether it polls or sleeps."""
         self._pokes[0] += 1
-        self._wake.set()
+        ring(self._bell)
 
     # The thread.
 
@@ -180,6 +193,8 @@ class Proxy:
         count = self._fifo.pop(self._batch)
         if count:
             self._post(self._batch[:count])
+        if count == len(self._batch):
+            ring(self._bell)  # a kernel may wait for room in the FIFO
         direct = len(self._direct)
         for _ in range(direct):
             self._post(self._direct.popleft())
@@ -214,18 +229,13 @@ class Proxy:
 
     def _offer(self, batch: np.ndarray) -> None:
         refused = self._transport.post(batch)
-        taken = batch
         if len(refused):
             for position in refused:
                 self._park(batch[position])
             self._statistics.refused += len(refused)
-            taken = np.delete(batch, refused, axis=0)
-        puts = taken[:, wr.OPCODE] == wr.PUT
-        num_puts = int(puts.sum())
+            batch = np.delete(batch, refused, axis=0)
         self._statistics.posts += 1
-        self._statistics.puts += num_puts
-        self._statistics.counter_writes += len(taken) - num_puts
-        self._statistics.put_bytes += int(taken[puts, wr.NUM_BYTES].sum())
+        _count(batch, self._counts)
 
     def _park(self, entry: np.ndarray) -> None:
         line = self._parked.setdefault(
@@ -251,18 +261,14 @@ class Proxy:
     def _idle(self) -> None:
         self._statistics.idle_waits += 1
         self._idle_rounds += 1
-        self._watch()
+        if self._gone is not None or time.monotonic() > self._next_liveness:
+            self._watch()
         fifos = len(self._fifo.words)
         self._words[:fifos] = self._fifo.words
         self._seen[:fifos] = self._fifo.seen
         self._seen[-1] = self._last_poke
-        busy = self._busy
-        # The busy mark is read before the words: what a kernel committed before the
-        # mark went down is seen here, and the sleep below cannot miss it.
-        changed = wait_any(self._words, self._seen, IDLE_NS if busy else 0)
-        if not changed and not busy:
-            self._wake.wait(IDLE_NS / 1e9)
-        self._wake.clear()
+        if wait_any(self._words, self._seen, IDLE_NS, self._bell) >= fifos:
+            self._watch()
 
     def _watch_aborts(self) -> None:
         fifos = len(self._fifo.words)
@@ -270,7 +276,7 @@ class Proxy:
             value = read_word(int(self._words[i]))
             if value != self._seen[i]:
                 self._seen[i] = value
-                if wr.abort_parts(value)[0] == wr.ABORT_LEFT:
+                if wr.abort_parts(value)[0] in (wr.ABORT_LEFT, wr.ABORT_DEAD):
                     self._set_gone(value)
                 else:
                     swap_word(self._abort.local, 0, value)

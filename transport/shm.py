@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transport import wr
-from transport.atomics import copy_bytes, store_release
+from transport.atomics import BELL_BYTES, copy_bytes, ring_bell, store_release
 from transport.base import MemoryRegion, TransportError
 from transport.jit import host
 
@@ -42,10 +42,14 @@ class Card(NamedTuple):
 
 
 @host.jit
-def _post(batch, peers, send):
-    """Carry out the writes of `batch` in order. Bounds were checked by the caller."""
+def _post(batch, peers, bells, send, written):
+    """Carry out the writes of `batch` in order. Bounds were checked by the caller.
+
+    written: [num_ranks] zeros, and so again at the end.
+    """
     for i in range(batch.shape[0]):
-        base = peers[batch[i, wr.PEER]]
+        peer = batch[i, wr.PEER]
+        base = peers[peer]
         if batch[i, wr.OPCODE] == wr.PUT:
             copy_bytes(
                 base + batch[i, wr.DESTINATION],
@@ -54,6 +58,11 @@ def _post(batch, peers, send):
             )
         # Release: whoever sees the counter sees the data copied before it.
         store_release(base + batch[i, wr.COUNTER_AT], 0, batch[i, wr.VALUE])
+        written[peer] = 1
+    for peer in range(peers.shape[0]):
+        if written[peer]:
+            written[peer] = 0
+            ring_bell(bells[peer])
 
 
 class SharedMemoryTransport:
@@ -66,16 +75,20 @@ class SharedMemoryTransport:
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         remove_files_without_owner()
-        self._file, self._path = _create_file(receive_bytes)
+        size = _bell_at(receive_bytes) + BELL_BYTES
+        self._file, self._path = _create_file(size)
         try:
-            self._maps: list[mmap.mmap] = [mmap.mmap(self._file, receive_bytes)]
+            self._maps: list[mmap.mmap] = [mmap.mmap(self._file, size)]
             self._maps.append(mmap.mmap(-1, max(send_bytes, 1)))
         except BaseException:
             self._forget_file()
             raise
         self.receive = MemoryRegion(_address(self._maps[0]), receive_bytes)
         self.send = MemoryRegion(_address(self._maps[1]), send_bytes)
+        self.bell = self.receive.address + _bell_at(receive_bytes)
         self._peers = np.zeros(num_ranks, np.int64)
+        self._bells = np.zeros(num_ranks, np.int64)
+        self._written = np.zeros(num_ranks, np.int64)
         self._cards: list[Card] = []
 
     def card(self) -> Card:
@@ -89,7 +102,7 @@ class SharedMemoryTransport:
         """Map every peer's receive region. Raises TransportError if that fails."""
         for peer, card in enumerate(cards):
             if peer == self.rank:
-                self._peers[peer] = self.receive.address
+                self._peers[peer], self._bells[peer] = self.receive.address, self.bell
                 continue
             try:
                 file = os.open(card.path, os.O_RDWR | os.O_CLOEXEC)
@@ -101,10 +114,12 @@ class SharedMemoryTransport:
                     peer,
                 ) from error
             try:
-                self._maps.append(mmap.mmap(file, card.receive_bytes))
+                bell_at = _bell_at(card.receive_bytes)
+                self._maps.append(mmap.mmap(file, bell_at + BELL_BYTES))
             finally:
                 os.close(file)
             self._peers[peer] = _address(self._maps[-1])
+            self._bells[peer] = self._peers[peer] + bell_at
         # A peer in another PID namespace cannot be watched: never call it dead.
         own = self.card()
         self._cards = [
@@ -119,7 +134,7 @@ class SharedMemoryTransport:
 
     def post(self, batch: np.ndarray) -> np.ndarray:
         """Carry out all writes; a CPU copy has no queue that could be full."""
-        _post(batch, self._peers, self.send.address)
+        _post(batch, self._peers, self._bells, self.send.address, self._written)
         return NONE_REFUSED
 
     def poll(self) -> int:
@@ -152,6 +167,11 @@ class SharedMemoryTransport:
 
 # Mappings that a peer of this process may still write to after a failure.
 _kept: list[mmap.mmap] = []
+
+
+def _bell_at(receive_bytes: int) -> int:
+    """The bell lies behind the receive region, on a line of its own."""
+    return -(-receive_bytes // BELL_BYTES) * BELL_BYTES
 
 
 def _address(mapping: mmap.mmap) -> int:

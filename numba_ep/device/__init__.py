@@ -19,6 +19,7 @@ Warps of a block:
     ld_acquire_block(base, i) st_release_block(base, i, n) add_release_block(base, i, n)
 The whole system (other blocks, the host, the NIC):
     ld_relaxed(base, i) ld_acquire(base, i) st_release(base, i, n) fence()
+    st_release_host(base, i, n): the same where the host's proxy waits for the word
     atomic_add(base, i, n) compare_and_swap(base, i, expected, n): among blocks
 Words are int64 at `base + 8 * i`. Plain memory, `i` counting elements:
     load_i64 store_i64 load_i32 store_i32 load_u8 store_u8 load_f32 store_f32

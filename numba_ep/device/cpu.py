@@ -30,17 +30,28 @@ from numba_ep.device.memory_ir import (
     store_i64,
     store_u8,
 )
-from numba_ep.device.pool import BARRIER, BLOCK, NUM_BLOCKS, NUM_WARPS, WARP, Runtime
+from numba_ep.device.pool import (
+    BARRIER,
+    BELL,
+    BLOCK,
+    HEARD,
+    NUM_BLOCKS,
+    NUM_WARPS,
+    PROXY_BELL,
+    WARP,
+    Runtime,
+)
 from transport.atomics import (
     atomic_add,
     clock_ns,
     compare_and_swap,
     fence,
-    relax,
+    ring_bell,
+    store_release,
+    wait_for_bell,
 )
 from transport.atomics import load_acquire as ld_acquire
 from transport.atomics import load_relaxed as ld_relaxed
-from transport.atomics import store_release as st_release
 from transport.jit import Compiler
 
 WARP_SIZE = 1
@@ -95,21 +106,35 @@ def set_identity(address: int) -> None:
     _libc.pthread_setspecific(_key, address)
 
 
+def _own_block(builder: Any) -> Any:
+    """Pointer to the calling thread's identity block."""
+    i32, i64 = ir.IntType(32), ir.IntType(64)
+    module = builder.module
+    try:
+        key = module.get_global(_KEY_SYMBOL)
+    except KeyError:
+        key = ir.GlobalVariable(module, i32, _KEY_SYMBOL)
+    kind = ir.FunctionType(i64.as_pointer(), [i32])
+    get = cgutils.get_or_insert_function(module, kind, "pthread_getspecific")
+    return builder.call(get, [builder.load(key)])
+
+
 @intrinsic
 def _identity(typingctx, field):
     def codegen(context, builder, signature, args):
-        i32, i64 = ir.IntType(32), ir.IntType(64)
-        module = builder.module
-        try:
-            key = module.get_global(_KEY_SYMBOL)
-        except KeyError:
-            key = ir.GlobalVariable(module, i32, _KEY_SYMBOL)
-        kind = ir.FunctionType(i64.as_pointer(), [i32])
-        get = cgutils.get_or_insert_function(module, kind, "pthread_getspecific")
-        block = builder.call(get, [builder.load(key)])
-        return builder.load(builder.gep(block, [args[0]]))
+        return builder.load(builder.gep(_own_block(builder), [args[0]]))
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def _set_heard(typingctx, value):
+    def codegen(context, builder, signature, args):
+        pointer = builder.gep(_own_block(builder), [ir.Constant(ir.IntType(64), HEARD)])
+        builder.store(args[0], pointer)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 @jit
@@ -180,8 +205,35 @@ def block_sync() -> None:
 
 
 ld_acquire_block = ld_acquire
+# Whoever writes a word that another warp, the proxy or a peer may wait for rings the
+# rank's bell. A thread looks at its words again after each ring that it hears.
+
+
+@jit
+def st_release(base: int, index: int, value: int) -> None:
+    store_release(base, index, value)
+    ring_bell(_identity(BELL))
+
+
+@jit
+def st_release_host(base: int, index: int, value: int) -> None:
+    store_release(base, index, value)
+    ring_bell(_identity(PROXY_BELL))
+
+
+@jit
+def add_release_block(base: int, index: int, value: int) -> int:
+    before = atomic_add(base, index, value)
+    ring_bell(_identity(BELL))
+    return before
+
+
 st_release_block = st_release
-add_release_block = atomic_add
+
+
+@cuda.jit(device=True)
+def relax(spins: int) -> None:
+    _set_heard(wait_for_bell(_identity(BELL), _identity(HEARD), spins))
 
 
 # Eight float32 sums in one vector register: LLVM does not find this by itself from

@@ -74,6 +74,8 @@ from numba_ep.device.memory_ir import (
 )
 from transport.jit import cache_folder
 
+st_release_host = st_release  # the proxy polls
+
 WARP_SIZE = LANES
 DEFAULT_NUM_SMS = 20
 # Seven that move rows and their coordinator. Four blocks of 8 warps

@@ -102,6 +102,7 @@ class Runtime:
         self.stream = int(self._stream)  # the handle, for other libraries
         # What a Buffer's end sets; kernels on a GPU leave by the abort word alone.
         self.abort: Callable[[], None] = lambda: None
+        self.bells = (0, 0)  # kernels ring none: everybody polls
         self._kernels: dict[Any, _Prepared] = {}
         self._device_memory: list[int] = []
         self._host_memory: list[int] = []

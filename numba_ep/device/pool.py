@@ -15,15 +15,17 @@ import numpy as np
 
 from numba_ep.device.memory import Memory
 
-BLOCK, WARP, NUM_BLOCKS, NUM_WARPS, BARRIER = range(5)
+BLOCK, WARP, NUM_BLOCKS, NUM_WARPS, BARRIER, BELL, PROXY_BELL, HEARD = range(8)
 LINE_WORDS = 16
 ALIGNMENT = 128
 
 
-def identity_block(block: int, warp: int, blocks: int, warps: int, barrier: int) -> Any:
+def identity_block(
+    block: int, warp: int, blocks: int, warps: int, bells: tuple[int, int]
+) -> Any:
     """What a kernel's thread can ask about itself; room for a barrier word behind."""
     words = np.zeros(2 * LINE_WORDS, np.int64)
-    words[:5] = block, warp, blocks, warps, barrier
+    words[:HEARD] = block, warp, blocks, warps, 0, *bells
     return words
 
 
@@ -60,6 +62,8 @@ class Runtime:
         self._name, self._set_identity = name, set_identity
         self._queues: list[queue.SimpleQueue[Any]] = []
         self._grids: dict[tuple[int, int], list[np.ndarray]] = {}
+        # What these threads hear, and what the proxy hears: see transport/atomics.py.
+        self.bells = (0, 0)
         # What makes the other warps of a launch leave when one fails or Ctrl-C comes.
         self.abort: Callable[[], None] = lambda: None
         self._grow(num_threads)
@@ -97,11 +101,11 @@ class Runtime:
             # The barrier's word of a block lies in the identity block of its warp 0.
             identities = []
             for block in range(blocks):
-                first = identity_block(block, 0, blocks, warps, 0)
+                first = identity_block(block, 0, blocks, warps, self.bells)
                 for warp in range(warps):
                     word = first.ctypes.data + 8 * LINE_WORDS
                     own = first if warp == 0 else identity_block(
-                        block, warp, blocks, warps, word
+                        block, warp, blocks, warps, self.bells
                     )  # fmt: skip
                     own[BARRIER] = word
                     identities.append(own)

@@ -28,6 +28,8 @@ from transport.atomics import load_acquire as ld_acquire
 from transport.atomics import load_relaxed as ld_relaxed
 from transport.atomics import store_release as st_release
 
+st_release_host = st_release  # the proxy polls
+
 __all__ = ["clock_ns", "compare_and_swap", "fence", "ld_relaxed", "relax", "st_release"]
 
 WARP_SIZE = 1

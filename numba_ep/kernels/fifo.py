@@ -13,7 +13,7 @@ from numba_ep.device import (
     fence,
     ld_relaxed,
     relax,
-    st_release,
+    st_release_host,
     store_i64,
 )
 from numba_ep.kernels.records import (
@@ -85,7 +85,7 @@ def push_put(
         store_i64(entry, VALUE, value)
         # Commit last, with release: the proxy that sees the word sees the entry, and
         # the rows in the send ring that the entry speaks of.
-        st_release(entry, COMMIT, sequence + 1)
+        st_release_host(entry, COMMIT, sequence + 1)
 
 
 @cuda.jit(device=True)
@@ -98,4 +98,4 @@ def push_counter(comm, channel, peer, counter, value):
         store_i64(entry, QUEUE, channel)
         store_i64(entry, COUNTER_AT, counter)
         store_i64(entry, VALUE, value)
-        st_release(entry, COMMIT, sequence + 1)
+        st_release_host(entry, COMMIT, sequence + 1)
