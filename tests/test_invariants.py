@@ -1137,7 +1137,7 @@ if JIT_DISABLED:
                     committed[essence(fields)] += 1
             st_release(base, index, value)
 
-        monkeypatch.setattr(fifo, "st_release", release)
+        monkeypatch.setattr(fifo, "st_release_host", release)
         maps: list[Map] = []
         case = Case([9, 14, 3], 64, 2, 6, SMALL)
         run_case(case, before=lambda b: maps.append(Map(b)))

@@ -34,7 +34,7 @@ transport
 numba_ep.slot numba_ep.handle numba_ep.reference numba_ep.arrays
 numba_ep.config
 numba_ep.device.memory numba_ep.device.memory_ir
-numba_ep.device.pool numba_ep.device.cuda_ir
+numba_ep.device.pool numba_ep.device.cuda_ir numba_ep.device.cpu_rows
 numba_ep.device.cuda_lanes numba_ep.device.cuda_rows numba_ep.device.cuda_runtime
 numba_ep.device.cpu numba_ep.device.python numba_ep.device.cuda
 numba_ep.device

@@ -31,7 +31,8 @@ Numbers:
     zeros_f32x8() load_bf16x8(base, group) add_bf16x8(sum, base, group)
     store_bf16x8(base, group, sum): eight bfloat16 of a 16-byte group as float32
 Time:
-    clock_ns() relax(spins)
+    clock_ns() relax(spins) SPINS_PER_CHECK: turns of a waiting loop between two looks
+    at the clock and the abort word
 """
 
 from __future__ import annotations

@@ -10,10 +10,16 @@ import llvmlite.binding
 from llvmlite import ir
 from numba import typeof, types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
 
 import numba_ep
 import transport
+from numba_ep.device.cpu_rows import (
+    add_bf16x8,
+    load_bf16x8,
+    store_bf16x8,
+    zeros_f32x8,
+)
 from numba_ep.device.memory_ir import (
     add_i32,
     copy_row,
@@ -35,11 +41,13 @@ from numba_ep.device.pool import (
     BELL,
     BLOCK,
     HEARD,
+    LINE_WORDS,
     NUM_BLOCKS,
     NUM_WARPS,
     PROXY_BELL,
     WARP,
     Runtime,
+    identity_block,
 )
 from transport.atomics import (
     atomic_add,
@@ -54,6 +62,7 @@ from transport.atomics import load_acquire as ld_acquire
 from transport.atomics import load_relaxed as ld_relaxed
 from transport.jit import Compiler
 
+SPINS_PER_CHECK = 1  # a turn may be a sleep of milliseconds
 WARP_SIZE = 1
 DEFAULT_NUM_SMS = 2
 WARPS_PER_BLOCK = 1  # it moves rows and coordinates: two threads would wait in turns
@@ -98,6 +107,10 @@ if _libc.pthread_key_create(ctypes.byref(_key), None) != 0:
 _key_number = ctypes.c_int32(_key.value)
 _KEY_SYMBOL = "numba_ep_identity_key"
 llvmlite.binding.add_symbol(_KEY_SYMBOL, ctypes.addressof(_key_number))
+# A thread that no launch has named, such as one that calls a kernel like a function.
+_nobody = identity_block(0, 0, 1, 1, (0, 0))
+_NOBODY_SYMBOL = "numba_ep_nobody"
+llvmlite.binding.add_symbol(_NOBODY_SYMBOL, _nobody.ctypes.data)
 _libc.pthread_setspecific.argtypes = [ctypes.c_uint, ctypes.c_void_p]
 
 
@@ -116,7 +129,15 @@ def _own_block(builder: Any) -> Any:
         key = ir.GlobalVariable(module, i32, _KEY_SYMBOL)
     kind = ir.FunctionType(i64.as_pointer(), [i32])
     get = cgutils.get_or_insert_function(module, kind, "pthread_getspecific")
-    return builder.call(get, [builder.load(key)])
+    own = builder.call(get, [builder.load(key)])
+    try:
+        default = module.get_global(_NOBODY_SYMBOL)
+    except KeyError:
+        default = ir.GlobalVariable(
+            module, ir.ArrayType(i64, 2 * LINE_WORDS), _NOBODY_SYMBOL
+        )
+    nobody = builder.bitcast(default, i64.as_pointer())
+    return builder.select(cgutils.is_null(builder, own), nobody, own)
 
 
 @intrinsic
@@ -234,94 +255,6 @@ st_release_block = st_release
 @cuda.jit(device=True)
 def relax(spins: int) -> None:
     _set_heard(wait_for_bell(_identity(BELL), _identity(HEARD), spins))
-
-
-# Eight float32 sums in one vector register: LLVM does not find this by itself from
-# scalar code (2-3 GB/s a core against 13-26).
-_F32X8 = ir.VectorType(ir.FloatType(), 8)
-_I16X8 = ir.VectorType(ir.IntType(16), 8)
-_I32X8 = ir.VectorType(ir.IntType(32), 8)
-
-
-class Float32x8(types.Type):
-    """The type of eight float32 lanes."""
-
-    def __init__(self) -> None:
-        super().__init__(name="Float32x8")
-
-
-float32x8 = Float32x8()
-
-
-@register_model(Float32x8)
-class Float32x8Model(models.PrimitiveModel):
-    """A plain LLVM vector."""
-
-    def __init__(self, dmm: Any, fe_type: Any) -> None:
-        super().__init__(dmm, fe_type, _F32X8)
-
-
-def _splat(value: int) -> Any:
-    return ir.Constant(_I32X8, [value] * 8)
-
-
-@intrinsic
-def zeros_f32x8(typingctx):
-    """Eight sums of +0."""
-
-    def codegen(context, builder, signature, args):
-        return ir.Constant(_F32X8, [0.0] * 8)
-
-    return float32x8(), codegen
-
-
-def _group_pointer(builder: Any, base: Any, group: Any) -> Any:
-    return builder.gep(builder.inttoptr(base, _I16X8.as_pointer()), [group])
-
-
-def _terms(builder: Any, base: Any, group: Any) -> Any:
-    """The eight bfloat16 of 16-byte group `group` at `base`, as float32."""
-    halves = builder.load(_group_pointer(builder, base, group), align=2)
-    bits = builder.shl(builder.zext(halves, _I32X8), _splat(16))
-    return builder.bitcast(bits, _F32X8)
-
-
-@intrinsic
-def load_bf16x8(typingctx, base, group):
-    """The eight bfloat16 of 16-byte group `group` at `base`."""
-
-    def codegen(context, builder, signature, args):
-        return _terms(builder, args[0], args[1])
-
-    return float32x8(types.int64, types.int64), codegen
-
-
-@intrinsic
-def add_bf16x8(typingctx, total, base, group):
-    """`total` plus the eight bfloat16 of 16-byte group `group` at `base`."""
-
-    def codegen(context, builder, signature, args):
-        return builder.fadd(args[0], _terms(builder, args[1], args[2]))
-
-    return float32x8(float32x8, types.int64, types.int64), codegen
-
-
-@intrinsic
-def store_bf16x8(typingctx, base, group, total):
-    """Round each sum to nearest even and store it; a NaN stays a (quiet) NaN."""
-
-    def codegen(context, builder, signature, args):
-        bits = builder.bitcast(args[2], _I32X8)
-        high = builder.lshr(bits, _splat(16))
-        bias = builder.add(builder.and_(high, _splat(1)), _splat(0x7FFF))
-        rounded = builder.lshr(builder.add(bits, bias), _splat(16))
-        quiet = builder.or_(builder.and_(high, _splat(0x8000)), _splat(0x7FC0))
-        is_nan = builder.fcmp_unordered("uno", args[2], args[2])
-        halves = builder.trunc(builder.select(is_nan, quiet, rounded), _I16X8)
-        builder.store(halves, _group_pointer(builder, args[0], args[1]), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, float32x8), codegen
 
 
 def compile_kernel(kernel: Any, args: tuple[Any, ...]) -> None:

@@ -76,6 +76,7 @@ from transport.jit import cache_folder
 
 st_release_host = st_release  # the proxy polls
 
+SPINS_PER_CHECK = 64  # the abort word lies in the host's memory
 WARP_SIZE = LANES
 DEFAULT_NUM_SMS = 20
 # Seven that move rows and their coordinator. Four blocks of 8 warps

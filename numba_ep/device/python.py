@@ -32,6 +32,7 @@ st_release_host = st_release  # the proxy polls
 
 __all__ = ["clock_ns", "compare_and_swap", "fence", "ld_relaxed", "relax", "st_release"]
 
+SPINS_PER_CHECK = 1  # a turn is a sleep
 WARP_SIZE = 1
 DEFAULT_NUM_SMS = 2
 WARPS_PER_BLOCK = 1  # as on the cpu target

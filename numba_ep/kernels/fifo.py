@@ -7,6 +7,7 @@ aborts.
 from __future__ import annotations
 
 from numba_ep.device import (
+    SPINS_PER_CHECK,
     atomic_add,
     clock_ns,
     cuda,
@@ -22,7 +23,6 @@ from numba_ep.kernels.records import (
     LINE_BYTES,
 )
 from numba_ep.kernels.waiting import (
-    SPINS_PER_CHECK,
     report_timeout,
 )
 from transport.wr import (

@@ -7,6 +7,7 @@ CUDA context stays usable.
 from __future__ import annotations
 
 from numba_ep.device import (
+    SPINS_PER_CHECK,
     clock_ns,
     compare_and_swap,
     cuda,
@@ -29,8 +30,6 @@ from transport.wr import (
     ABORT_TIMEOUT,
 )
 
-SPINS_PER_CHECK = 64
-
 # Timeouts that a wait may last. Who waits for warps of this rank waits longer: they
 # give up first, and they know which peer it is.
 FOR_A_PEER = 1
@@ -44,7 +43,7 @@ TIMED_OUT = 2
 
 @cuda.jit(device=True)
 def wait_verdict(comm, spins, since, patience):
-    """Relax; every 64th time see whether to give up. The same answer on every lane.
+    """Relax; now and then see whether to give up. The same answer on every lane.
 
     patience: FOR_A_PEER, or FOR_OWN_WARPS: those give up first and know why.
     """
