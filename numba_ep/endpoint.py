@@ -221,7 +221,7 @@ class Endpoint:
         if not self._close.alive:
             raise RuntimeError(f"rank {self.rank}: this Buffer has been destroyed")
         if self.ended_by is None:
-            value = read_word(_host_address(self.control) + WORD * ABORT)
+            value = self._abort_word()
             if value:
                 words = _words(self.control)[RECORD : RECORD + len(RECORD_FIELDS)]
                 self.ended_by = aborted(
@@ -231,6 +231,9 @@ class Endpoint:
                     leave_mpi_alone()
         if self.ended_by is not None:
             raise type(self.ended_by)(str(self.ended_by), self.ended_by.culprit)
+
+    def _abort_word(self) -> int:
+        return int(read_word(_host_address(self.control) + WORD * ABORT))
 
     def result_words(self) -> np.ndarray:
         """What notify left: [..] int64, see RESULT_* in kernels/records.py."""
@@ -248,7 +251,7 @@ class Endpoint:
         timeout_s = self.settings.timeout_s
         met = self.ended_by is None and self.runtime.synchronize(timeout_s)
         met = met and self._part()
-        if not met:
+        if not met and wr.abort_parts(self._abort_word())[0] != wr.ABORT_LEFT:
             leave_mpi_alone()
         self._close.detach()
         close_locally(
@@ -271,12 +274,11 @@ class Endpoint:
         ]
         if batch:
             self.proxy.submit(np.array(batch, np.int64))
-        abort = _host_address(self.control) + WORD * ABORT
         for peer in range(self.num_ranks):
             base = self.transport.receive.address + at + peer * queues * LINE_BYTES
             for queue in range(queues if peer != self.rank else 0):
                 while not read_word(base + queue * LINE_BYTES):
-                    if time.monotonic() > deadline or read_word(abort):
+                    if time.monotonic() > deadline or self._abort_word():
                         return False
                     time.sleep(0.0002)
         return self.proxy.drain(max(0.1, deadline - time.monotonic()))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from numba_ep import device as devices
+from numba_ep.checks import check_experts
 from numba_ep.config import Config
 from numba_ep.group import Members, members, world
 
@@ -59,7 +60,15 @@ def choose_work(options: argparse.Namespace, num_ranks: int, on_gpu: bool) -> Wo
     given = [getattr(options, name) for name in SIZE_NAMES]
     pairs = zip(given, (*defaults, experts))
     values = [default if value is None else value for value, default in pairs]
-    return Work._make([*values, not on_gpu and None in given[:2]])
+    work = Work._make([*values, not on_gpu and None in given[:2]])
+    # Known before any rank waits for another, so all ranks say the same.
+    check_experts(work.num_experts, num_ranks)
+    if not 0 < work.num_topk <= work.num_experts:
+        raise ValueError(
+            f"num_topk: expected 1 to {work.num_experts} (num_experts), got "
+            f"{work.num_topk}"
+        )
+    return work
 
 
 def ring_bytes(work: Work, configs: list[Config], num_ranks: int) -> int:
