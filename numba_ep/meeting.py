@@ -81,15 +81,20 @@ def agree(members: Members, settings: Settings) -> None:
 def compile_kernels(members: Members, device: Any) -> None:
     """Have every kernel's machine code before the first wait of any rank.
 
-    One rank a host compiles, the others then load what it left in the cache: sixteen
-    compilers at once on two cores take four times as long.
+    A process or two a host compile, each its share, and the others then load what is in
+    the cache: sixteen compilers at once on two cores take four times as long.
     """
     from numba_ep.kernels import all_kernels
 
-    hosts = members.allgather((socket.gethostname(), os.getpid()))
-    leader = [host for host, _ in hosts].index(hosts[members.rank][0])
-    for compiles in (True, False):
-        if compiles == (members.rank == leader):
-            for kernel, args in all_kernels():
-                device.compile_kernel(kernel, args)
-        members.barrier()
+    processes = members.allgather((socket.gethostname(), os.getpid()))
+    host, own = processes[members.rank]
+    here = dict.fromkeys(pid for name, pid in processes if name == host)
+    compilers = list(here)[: min(2, os.cpu_count() or 1)]
+    for i, (kernel, args) in enumerate(all_kernels()):
+        # The two large kernels, which come last, go to different compilers.
+        if compilers[i % len(compilers)] == own:
+            device.compile_kernel(kernel, args)
+    members.barrier()
+    for kernel, args in all_kernels():
+        device.compile_kernel(kernel, args)
+    members.barrier()

@@ -78,15 +78,15 @@ def ring_bytes(work: Work, configs: list[Config], num_ranks: int) -> int:
     return max(hint(config, row, num_ranks, work.num_topk) for config in configs)
 
 
-def chunk_sizes(config: Config, skip_tuning: bool) -> list[Config]:
-    """The default config, or its rings with chunks from 2 tokens to half a ring."""
+def chunk_sizes(config: Config, skip_tuning: bool, step: int) -> list[Config]:
+    """The default config, or its rings with chunks up to half a ring, `step` apart."""
     if skip_tuning:
         return [config]
     chunks, chunk = [], max(2, config.capacity // 32)
     while chunk <= config.capacity // 2:
         chunks.append(Config(config.num_sms, chunk, config.capacity, chunk,
                              config.capacity))  # fmt: skip
-        chunk *= 2
+        chunk *= step
     return chunks
 
 
@@ -113,8 +113,9 @@ class Run:
         dispatch = Buffer.get_dispatch_config(num_ranks)
         combine = Buffer.get_combine_config(num_ranks)
         skip = self.options.skip_tuning
-        configs = {"dispatch": chunk_sizes(dispatch, skip),
-                   "combine": chunk_sizes(combine, skip)}  # fmt: skip
+        step = 2 if self.on_gpu else 4
+        configs = {"dispatch": chunk_sizes(dispatch, skip, step),
+                   "combine": chunk_sizes(combine, skip, step)}  # fmt: skip
         every = [dispatch, combine, *configs["dispatch"], *configs["combine"]]
         self._announce(dispatch)
         with Buffer(

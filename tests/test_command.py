@@ -181,7 +181,7 @@ def test_tuning_reports_the_best(tmp_path: Path) -> None:
         ("--ranks 2 --hidden 0", 1, ""),
         ("--ranks 2 --hidden 100", 1, "hidden"),
         ("--ranks 2 --num-topk 13", 1, ""),
-        ("--ranks 2 --num-experts 0", 1, "0 experts"),
+        ("--ranks 2 --num-experts 0", 1, "num_experts"),
         ("--ranks 2 --num-experts 13", 1, "num_experts"),
         ("--ranks 2 --seed -1", 1, ""),
     ],
