@@ -141,7 +141,13 @@ class Config(_Fields):
 
 
 def default_config(num_ranks: int, num_sms: int) -> Config:
-    """A config for any number of ranks: the more rings, the fewer slots a ring."""
+    """A config for any number of ranks: the more rings, the fewer slots a ring.
+
+    Some 2048 slots in all, 64 to 512 a ring, an eighth of a ring a chunk (see
+    docs/performance.md).
+    """
     _positive("num_ranks", num_ranks)
-    chunk, capacity = (16, 128) if num_ranks <= 16 else (8, 64)
+    rings = num_ranks * (check_num_sms(num_sms) // 2)
+    capacity = min(512, max(64, 2048 // rings // 8 * 8))
+    chunk = capacity // 8
     return Config(num_sms, chunk, capacity, chunk, capacity)
