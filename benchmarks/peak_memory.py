@@ -39,8 +39,8 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     known = x.nbytes + recv_x.nbytes + combined.nbytes + num_bytes
     print(
-        f"rank {rank}: peak {peak / 1e6:.0f} MB, arrays and rings {known / 1e6:.0f} MB, "
-        f"the rest {(peak - known) / 1e6:.0f} MB"
+        f"rank {rank}: peak {peak / 1e6:.0f} MB, arrays and rings "
+        f"{known / 1e6:.0f} MB, the rest {(peak - known) / 1e6:.0f} MB"
     )
 
 
