@@ -808,6 +808,9 @@ def test_a_lost_request_ends_in_a_timeout_on_all_ranks(
     errors = run_case(case, catch=BufferAborted, barriers=False)
     assert time.monotonic() - since < 4
     assert all(isinstance(error, PeerTimeout) for error in errors)
+    # Rank 2 waits for rank 1's row, the others a moment later for rank 2's data; on a
+    # busy machine either wait may be the first to end. Everybody names a rank that was
+    # waited for, and nobody names rank 0.
     causes = Counter(e.culprit for e in errors if isinstance(e, BufferAborted))
-    assert causes == {1: 3}, errors
-    assert "waited 0.5 s for rank 1" in str(errors[2])
+    assert sum(causes.values()) == 3 and set(causes) <= {1, 2}, errors
+    assert any("waited 0.5 s for rank" in str(error) for error in errors), errors
