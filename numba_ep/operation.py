@@ -73,9 +73,12 @@ class Operation:
         )
         warps = self.endpoint.device.ONE_BLOCK_WARPS
         args = (self.endpoint.comm, header, notice)
-        self.endpoint.launch(notify_kernel, 1, warps, args)
-        if error is not None:
-            raise error
+        try:
+            self.endpoint.launch(notify_kernel, 1, warps, args)
+        finally:
+            if error is not None:
+                # Says more than that a peer, which may have the same error, has left.
+                raise error
         self.words = self.endpoint.result_words().copy()
         if self.words[RESULT_REFUSAL]:
             fields = (RESULT_OPERATION, RESULT_REFUSAL, RESULT_CULPRIT, RESULT_FIELD)
