@@ -84,8 +84,10 @@ def test_every_access_to_a_word_has_order_and_scope(
     assert not re.search(r"\b(ld|st)\.volatile\b", text)
     # One of each is written in the kernel; the compiler has merged and dropped none.
     # (The first turn of the waiting loop may stand apart from the others.)
-    for name in ("ld_acquire", "st_release", "st_release_block", "compare_and_swap"):
+    for name in ("ld_acquire", "st_release_block", "compare_and_swap"):
         assert len(re.findall(EVERYWHERE[name], text)) == 1, name
+    # st_release, and st_release_host, which is the same on a GPU.
+    assert len(re.findall(EVERYWHERE["st_release"], text)) == 2
     assert len(re.findall(EVERYWHERE["clock_ns"], text)) == 2
 
 
@@ -110,4 +112,5 @@ def test_every_documented_name_is_used_here() -> None:
     names = re.findall(r"\w+", (device.__doc__ or "").partition("Who and where")[2])
     documented = {name for name in names if hasattr(cpu, name)}
     used = re.findall(r"\bd\.(\w+)", inspect.getsource(ptx.every_name_kernel))
-    assert documented - set(used) == set()
+    # A constant of the loops around `relax`, which are not the device layer's.
+    assert documented - set(used) == {"SPINS_PER_CHECK"}
