@@ -209,6 +209,10 @@ class Endpoint:
         self.raise_if_ended()
         self.runtime.launch(kernel, blocks, warps, args)
         self.runtime.synchronize()
+        if not self._abort_word():
+            # Peers need what these kernels asked for. The caller may go on to a call
+            # that keeps the interpreter's lock from the proxy, as MPI.Finalize does.
+            self.proxy.drain(min(1.0, self.settings.timeout_s))
         self.raise_if_ended()
 
     def launch_local(self, kernel: Any, *args: Any) -> None:
