@@ -35,6 +35,7 @@ def main() -> None:
             recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(
                 x, None, per_rank, None, in_rank, per_expert, topk_idx, weights
             )
+            assert handle is not None
             combined, _, _ = buffer.combine(recv_x, handle, recv_weights)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     known = x.nbytes + recv_x.nbytes + combined.nbytes + num_bytes

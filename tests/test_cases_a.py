@@ -5,6 +5,7 @@ After every refused call the next dispatch and combine on the same Buffer are ex
 
 import re
 import time
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from world import (
     caught,
     check,
     check_dispatch,
+    check_refused,
     check_round,
     refuse_each,
     run,
@@ -168,6 +170,21 @@ def test_c12_one_rank_gives_dispatch_wrong_arguments() -> None:
         ),
     }
     refuse_each(World(SMALL), "dispatch", bad)
+
+
+def test_c12_two_ranks_at_once() -> None:
+    """Each has its own error; the others hear of the first."""
+    world = World(SMALL)
+
+    def program(buffer: Any) -> None:
+        args = world.dispatch_args(buffer.rank)
+        if buffer.rank in (1, 3):
+            args["x"] = args["x"][: buffer.rank]
+        call = partial(buffer.dispatch, **args)
+        check_refused(buffer, call, 3 if buffer.rank == 3 else 1, "is_token|topk_idx")
+        check_round(buffer, world)
+
+    run(program, 4, SMALL.num_bytes)
 
 
 def test_c12_numbers_of_other_types_are_numbers() -> None:
