@@ -238,6 +238,12 @@ def test_release_and_acquire_pass_data_on(runtime: Any, block_words: int) -> Non
 @cuda.jit
 def contend_kernel(word: int, seen: int, small: int, count: int) -> None:
     me = block_id() * num_warps() + warp_id()
+    # All at once: a thread that has not started yet contends with nobody.
+    atomic_add(word, 2 * LINE, 1)
+    spins = 0
+    while ld_acquire(word, 2 * LINE) < num_blocks() * num_warps():
+        relax(spins)
+        spins += 1
     for i in range(count):
         store_i64(seen, me * count + i, atomic_add(word, 0, 1))
         add_release_block(word, LINE, 3)
@@ -245,9 +251,9 @@ def contend_kernel(word: int, seen: int, small: int, count: int) -> None:
 
 
 def test_atomics_under_contention(runtime: Any) -> None:
-    count, grid = MANY, (2, 4)
+    count, grid = MANY if JIT_DISABLED else 10 * MANY, (2, 4)
     total = count * 8
-    word, seen, small = words(2 * LINE), words(total), np.zeros(3, np.int32)
+    word, seen, small = words(3 * LINE), words(total), np.zeros(3, np.int32)
     small[:] = -5, -5, 9
     run(runtime, contend_kernel, grid, at(word), at(seen), at(small), count)
     assert word[0] == total
@@ -260,6 +266,7 @@ def test_atomics_under_contention(runtime: Any) -> None:
 
 @cuda.jit
 def lock_kernel(lock: int, plain: int, count: int) -> None:
+    block_sync()
     for _ in range(count):
         spins = 0
         while compare_and_swap(lock, 0, 0, warp_id() + 1) != 0:
@@ -270,9 +277,34 @@ def lock_kernel(lock: int, plain: int, count: int) -> None:
 
 
 def test_compare_and_swap_makes_a_lock(runtime: Any) -> None:
-    lock, plain, count = words(1), words(1), MANY // 10
-    run(runtime, lock_kernel, (1, 4), at(lock), at(plain), count)
-    assert plain[0] == 4 * count
+    lock, plain = words(1), words(1)
+    count = MANY // 10 if JIT_DISABLED else 5 * MANY
+    run(runtime, lock_kernel, (1, 2), at(lock), at(plain), count)
+    assert plain[0] == 2 * count
+
+
+@cuda.jit
+def race_kernel(gate: int, prizes: int, wins: int, count: int) -> None:
+    """All warps swap a new word at the same moment, again and again."""
+    won = 0
+    for i in range(count):
+        atomic_add(gate, 0, 1)
+        spins = 0
+        while ld_acquire(gate, 0) < (i + 1) * num_warps():
+            spins += 1
+            if spins % 200 == 0:
+                relax(spins)
+        if compare_and_swap(prizes, i, 0, 1 + warp_id()) == 0:
+            won += 1
+    store_i64(wins, warp_id(), won)
+
+
+def test_compare_and_swap_has_one_winner(runtime: Any) -> None:
+    count = MANY // 3 if JIT_DISABLED else MANY // 10
+    gate, prizes, wins = words(1), words(count), words(2)
+    run(runtime, race_kernel, (1, 2), at(gate), at(prizes), at(wins), count)
+    assert wins.sum() == count
+    assert wins.tolist() == [(prizes == 1).sum(), (prizes == 2).sum()]
 
 
 @cuda.jit
