@@ -6,8 +6,7 @@ from typing import Any
 
 from numba_ep.arrays import BFLOAT16, FLOAT8, ArgumentError, address, check, empty
 from numba_ep.buffer import Buffer
-
-GROUP = 128
+from numba_ep.slot import SCALE_GROUP
 
 
 def cast_to_fp8(x: Any, buffer: Buffer) -> tuple[Any, Any]:
@@ -22,13 +21,13 @@ def cast_to_fp8(x: Any, buffer: Buffer) -> tuple[Any, Any]:
     endpoint.raise_if_ended()
     check("x", x, (BFLOAT16,), (None, None), endpoint.on_gpu)
     num_tokens, hidden = (int(n) for n in x.shape)
-    if hidden % GROUP:
+    if hidden % SCALE_GROUP:
         raise ArgumentError(
-            f"x: expected hidden to be a multiple of {GROUP}, got {hidden}"
+            f"x: expected hidden to be a multiple of {SCALE_GROUP}, got {hidden}"
         )
     from numba_ep.kernels.cast import cast_kernel
 
-    num_scales = hidden // GROUP
+    num_scales = hidden // SCALE_GROUP
     cast = empty(x, (num_tokens, hidden), FLOAT8)
     scales = empty(x, (num_tokens, num_scales), "float32")
     args = (address(x), address(cast), address(scales), num_tokens * num_scales)

@@ -20,9 +20,8 @@ from numba_ep.arrays import (
 from numba_ep.config import MAX_EXPERTS, Config
 from numba_ep.handle import Handle
 from numba_ep.kernels.records import Rows
-from numba_ep.slot import SCALE_BYTES, slot_bytes
+from numba_ep.slot import SCALE_BYTES, SCALE_GROUP, slot_bytes
 
-SCALE_GROUP = 128
 ROW_ALIGNMENT = 16
 DTYPE_CODES = {BFLOAT16: 1, FLOAT8: 2}
 ITEM_BYTES = {BFLOAT16: 2, FLOAT8: 1}

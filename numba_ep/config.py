@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from numba_ep.slot import slot_bytes
+from numba_ep.slot import SCALE_GROUP, slot_bytes
 
 MAX_EXPERTS = 4096
 MAX_HINT_TOPK = 32
@@ -132,7 +132,7 @@ class Config(_Fields):
         """
         _positive("hidden_bytes", hidden_bytes)
         _positive("num_ranks", num_ranks)
-        slot = slot_bytes(hidden_bytes, -(-hidden_bytes // 128), num_topk)
+        slot = slot_bytes(hidden_bytes, -(-hidden_bytes // SCALE_GROUP), num_topk)
         return 2 * self.ring_bytes(num_ranks, slot)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:

@@ -16,6 +16,7 @@ from numba_ep import reference
 from numba_ep.arrays import from_host, to_host
 from numba_ep.buffer import Buffer
 from numba_ep.reference import RankInput, Received
+from numba_ep.slot import SCALE_GROUP
 
 DATA = ("fp8", "bf16", "random")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -53,7 +54,7 @@ def payload(
     if data != "fp8":
         return x, None
     rng = np.random.default_rng([sizes.seed, rank, 8])
-    scales = rng.uniform(2.0**-8, 1, (shape[0], sizes.hidden // 128))
+    scales = rng.uniform(2.0**-8, 1, (shape[0], sizes.hidden // SCALE_GROUP))
     return x, scales.astype(np.float32)
 
 

@@ -6,7 +6,8 @@ The kernels know the order (`pack_row`, `unpack_row`); this module knows the siz
 from __future__ import annotations
 
 SLOT_ALIGNMENT = 16
-SCALE_BYTES = 4  # float32, one per 128 columns
+SCALE_GROUP = 128  # columns of an FP8 row that share a scale
+SCALE_BYTES = 4  # float32
 TOPK_ID_BYTES = 4  # int32, global expert ids
 TOPK_WEIGHT_BYTES = 4  # float32
 

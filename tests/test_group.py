@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import require
 
 from numba_ep.group import Members, members
 from numba_ep.spawn import ThreadGroup, spawn
@@ -20,17 +21,11 @@ TIMEOUT_S = 60.0
 HIDDEN = ("OMPI_COMM_WORLD", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_", "HYD", "PYTHONUNB")
 
 
-def missing(tool: str) -> Any:
-    """Skip; in CI, where everything needed is installed, fail."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"{tool} is missing and CI=true")
-    pytest.skip(f"{tool} is missing")
-
-
 def find_mpirun() -> str:
     """Return the mpirun beside this Python, which belongs to the MPI that it loads."""
     mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable))
-    return mpirun or missing(f"mpirun in {os.path.dirname(sys.executable)}")
+    require(mpirun, f"mpirun in {os.path.dirname(sys.executable)} is missing")
+    return str(mpirun)
 
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
@@ -401,8 +396,8 @@ def test_survivors_of_a_dead_rank_leave(tmp_path: Path) -> None:
             raise ValueError("a peer died")
         sys.exit(7)
     """
-    if "HYDRA" not in run([find_mpirun(), "--version"]).stdout:
-        missing("MPICH's mpirun, which has -disable-auto-cleanup,")
+    is_hydra = "HYDRA" in run([find_mpirun(), "--version"]).stdout
+    require(is_hydra, "MPICH's mpirun, which has -disable-auto-cleanup, is missing")
     shell = """trap '' USR1; "$@"; echo $? > "$0/$PMI_RANK.status"; exit 0"""
     launch = [find_mpirun(), "-disable-auto-cleanup", "-np", "3", "sh", "-c", shell]
     path = write(tmp_path, script)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from typing import Any
 
 import ptx
 import pytest
+from conftest import require
 
 # What each name must become, and how often `every_name` has it at least.
 EVERYWHERE = {
@@ -41,10 +41,8 @@ E4M3 = r"cvt\.rn\.satfinite\.e4m3x2\.f32"
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, dict[str, Any]]]:
     """By compute capability and kernel: PTX and what ptxas says of it."""
-    if reason := ptx.missing_tool():
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    reason = ptx.missing_tool()
+    require(reason is None, reason or "")
     return ptx.compile_everywhere()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transport.jit import JIT_DISABLED, host
+from transport.wr import LINE_BYTES
 
 if JIT_DISABLED:
     from transport.atomics_python import (
@@ -53,7 +54,7 @@ LONGEST_SLEEP_NS = 2_000_000
 # for rings it. Far more threads than cores wait here at once. A yield hands the core on
 # among the threads of one process, but where the scheduler groups threads by session
 # (Linux's autogroup), as mpirun's ranks are, it gives nothing to another process.
-BELL_BYTES = 128
+BELL_BYTES = LINE_BYTES
 RINGS = 0
 SLEEPERS = 8  # on the same line; each ring reads it, hardly anybody writes it
 

@@ -13,8 +13,7 @@ import numpy as np
 from transport import wr
 from transport.atomics import load_acquire, store_release
 from transport.jit import host
-
-LINE_BYTES = 128  # one polled word a line
+from transport.wr import LINE_BYTES
 
 
 def fifo_bytes(num_fifos: int, depth: int) -> int:
@@ -47,6 +46,15 @@ def _pop(base, freed, depth, taken, words, seen, batch):
     return count
 
 
+@host.jit
+def _is_empty(words, seen):
+    """Whether no FIFO has a committed entry that was not taken."""
+    for fifo in range(words.shape[0]):
+        if load_acquire(words[fifo], 0) != seen[fifo]:
+            return False
+    return True
+
+
 class FifoReader:
     """Takes committed work requests out of `num_fifos` FIFOs of `depth` entries.
 
@@ -62,6 +70,10 @@ class FifoReader:
         self.words = np.zeros(num_fifos, np.int64)
         self.seen = np.zeros(num_fifos, np.int64)
         self.pop(np.empty((0, wr.NUM_FIELDS), np.int64))
+
+    def is_empty(self) -> bool:
+        """Whether every committed entry was taken; any thread may ask."""
+        return bool(_is_empty(self.words, self.seen))
 
     def pop(self, batch: np.ndarray) -> int:
         """Fill `batch`, [n, NUM_FIELDS] int64, from the front; returns the count."""

@@ -108,8 +108,7 @@ class Proxy:
         self._watched = set(self._peers)
         self._next_liveness = time.monotonic() + LIVENESS_S
         self._last_poke = 0
-        self._pending = 0
-        self._idle_rounds = 0
+        self._working = False
         self.error: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"numba_ep proxy {rank}", daemon=True
@@ -127,14 +126,13 @@ class Proxy:
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is queued, parked or under way; False on timeout."""
         deadline = time.monotonic() + timeout_s
-        rounds = self._idle_rounds
-        # An idle round that began after now has seen every queue empty.
-        while self._idle_rounds < rounds + 2:
+        # In this order: what has left the queues is in the hands of a step, and a step
+        # says that it works before it takes anything.
+        while self._direct or not self._fifo.is_empty() or self._working:
             if time.monotonic() > deadline or not self._thread.is_alive():
                 return False
-            self._poke()
             time.sleep(DRAIN_POLL_S)
-        return True
+        return self._thread.is_alive()
 
     def abort(self, cause: int, culprit: int) -> None:
         """End the Buffer here and at every peer; the first cause stays."""
@@ -190,6 +188,7 @@ class Proxy:
     def _step(self) -> None:
         # Read before anything is looked at: a later poke then ends the wait.
         self._last_poke = self._pokes[0]
+        self._working = True
         count = self._fifo.pop(self._batch)
         if count:
             self._post(self._batch[:count])
@@ -200,8 +199,9 @@ class Proxy:
             self._post(self._direct.popleft())
         if self._parked:
             self._retry()
-        self._pending = self._transport.poll()
-        if not (count or direct or self._parked or self._pending):
+        pending = self._transport.poll()
+        self._working = bool(self._parked or pending)
+        if not (count or direct or self._working):
             self._idle()
         elif time.monotonic() > self._next_watch:
             self._watch()
@@ -260,7 +260,6 @@ class Proxy:
 
     def _idle(self) -> None:
         self._statistics.idle_waits += 1
-        self._idle_rounds += 1
         if self._gone is not None or time.monotonic() > self._next_liveness:
             self._watch()
         fifos = len(self._fifo.words)
@@ -315,9 +314,7 @@ class Proxy:
         if self.error is None:
             self.error = error
         peer = error.peer if isinstance(error, TransportError) else self.rank
-        swap_word(
-            self._abort.local, 0, wr.abort_value(wr.ABORT_TRANSPORT, peer)
-        )  # fmt: skip
+        swap_word(self._abort.local, 0, wr.abort_value(wr.ABORT_TRANSPORT, peer))
         self._parked.clear()
         self._tell_peers()
         time.sleep(0.001)  # an error that repeats must not burn a core

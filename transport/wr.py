@@ -15,12 +15,13 @@ from typing import NamedTuple
 PUT = 1
 COUNTER = 2
 
+LINE_BYTES = 128  # every polled word has a line of its own
+
 # Word positions within an entry.
 OPCODE, PEER, QUEUE, SOURCE, DESTINATION, NUM_BYTES, COUNTER_AT, VALUE = range(8)
 NUM_FIELDS = 8
 COMMIT = 8  # sequence number + 1, written last
-ENTRY_WORDS = 16  # 128 bytes: no two entries share a cache line
-ENTRY_BYTES = 8 * ENTRY_WORDS
+ENTRY_BYTES = LINE_BYTES  # no two entries share a line
 
 
 class WorkRequest(NamedTuple):

@@ -23,8 +23,8 @@ from numba_ep.device import (
     warp_id,
     warp_max,
 )
+from numba_ep.slot import SCALE_GROUP
 
-GROUP = 128
 # float32 on purpose: a Python float would make the scales float64 and change bytes.
 E4M3_MAX = np.float32(448.0)
 SMALLEST_AMAX = np.float32(1e-4)
@@ -36,12 +36,12 @@ def cast_kernel(x: int, out: int, scales: int, num_groups: int) -> None:
     lane = lane_id()
     warps = num_blocks() * num_warps()
     for group in range(block_id() * num_warps() + warp_id(), num_groups, warps):
-        first = group * GROUP
+        first = group * SCALE_GROUP
         largest = np.int32(0)
-        for i in range(lane, GROUP, WARP_SIZE):
+        for i in range(lane, SCALE_GROUP, WARP_SIZE):
             largest = max(largest, load_bf16_magnitude(x, first + i))
         amax = max(magnitude_to_f32(warp_max(largest)), SMALLEST_AMAX)
         store_f32(scales, group, amax / E4M3_MAX)
         factor = E4M3_MAX / amax
-        for i in range(lane, GROUP, WARP_SIZE):
+        for i in range(lane, SCALE_GROUP, WARP_SIZE):
             store_e4m3(out, first + i, load_bf16(x, first + i) * factor)

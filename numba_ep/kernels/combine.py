@@ -57,6 +57,7 @@ from numba_ep.kernels.waiting import (
     FOR_OWN_WARPS,
     GO_ON,
     TIMED_OUT,
+    by_warp,
     wait_verdict,
 )
 
@@ -207,18 +208,14 @@ def reduce_rows(comm, ring, arrivals, rows, channel):
     return True
 
 
+reduce_by_warp = by_warp(reduce_rows, return_credits, reduce_rows)
+
+
 @cuda.jit(device=True)
 def reducing_block(comm, ring, arrivals, rows, channel):
-    """One channel's reducing block; its last warp coordinates."""
+    """One channel's reducing block."""
     start_receiver(comm, ring)
-    if num_warps() == 1:
-        received = reduce_rows(comm, ring, arrivals, rows, channel)
-    elif warp_id() == num_warps() - 1:
-        received = return_credits(comm, ring, arrivals, rows, channel)
-    else:
-        reduce_rows(comm, ring, arrivals, rows, channel)
-        received = False
-    if received:
+    if reduce_by_warp(comm, ring, arrivals, rows, channel):
         end_receives(comm, ring, arrivals, channel)
 
 

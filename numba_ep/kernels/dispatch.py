@@ -21,7 +21,6 @@ from numba_ep.device import (
     load_f32,
     load_i32,
     load_i64,
-    num_warps,
     store_f32,
     store_i64,
     warp_id,
@@ -50,6 +49,7 @@ from numba_ep.kernels.sender import (
     sending_block,
 )
 from numba_ep.kernels.waiting import (
+    by_warp,
     over_peers,
 )
 
@@ -142,18 +142,20 @@ def start_positions(comm, ring):
 
 
 @cuda.jit(device=True)
+def receive_along(comm, ring, arrivals, rows, channel):
+    """A receiver warp beside a coordinator."""
+    start_positions(comm, ring)
+    return receive_rows(comm, ring, arrivals, rows, channel)
+
+
+receive_by_warp = by_warp(receive_alone, return_credits, receive_along)
+
+
+@cuda.jit(device=True)
 def receiving_block(comm, ring, arrivals, rows, channel):
-    """One channel's receiving block; its last warp coordinates."""
+    """One channel's receiving block."""
     start_receiver(comm, ring)
-    if num_warps() == 1:
-        received = receive_alone(comm, ring, arrivals, rows, channel)
-    elif warp_id() == num_warps() - 1:
-        received = return_credits(comm, ring, arrivals, rows, channel)
-    else:
-        start_positions(comm, ring)
-        receive_rows(comm, ring, arrivals, rows, channel)
-        received = False
-    if received:
+    if receive_by_warp(comm, ring, arrivals, rows, channel):
         end_receives(comm, ring, arrivals, channel)
 
 

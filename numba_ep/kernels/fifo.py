@@ -18,11 +18,14 @@ from numba_ep.device import (
     store_i64,
 )
 from numba_ep.kernels.records import (
-    ABORT,
     FIFO,
     LINE_BYTES,
 )
 from numba_ep.kernels.waiting import (
+    FOR_A_PEER,
+    GO_ON,
+    TIMED_OUT,
+    look,
     report_timeout,
 )
 from transport.wr import (
@@ -55,13 +58,13 @@ def reserve_entry(comm, channel):
         relax(spins)
         spins += 1
         if spins % SPINS_PER_CHECK == 0:
-            if ld_relaxed(comm.control, ABORT) != 0:
-                return 0, sequence
-            if clock_ns() - since > comm.timeout_ns:
+            verdict = look(comm, since, FOR_A_PEER)
+            if verdict == TIMED_OUT:
                 report_timeout(
                     comm, FIFO, comm.rank, channel, ld_relaxed(freed, 0), sequence,
                     comm.fifo_depth,
                 )  # fmt: skip
+            if verdict != GO_ON:
                 return 0, sequence
     fence()  # the host has read the entry before it counted it as freed
     index = channel * comm.fifo_depth + sequence % comm.fifo_depth

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-LINE_BYTES = 128  # every polled word has a line of its own
-LINE_WORDS = 16
+from transport.wr import LINE_BYTES as LINE_BYTES
+
+LINE_WORDS = LINE_BYTES // 8
 
 
 class Comm(NamedTuple):

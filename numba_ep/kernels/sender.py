@@ -43,6 +43,7 @@ from numba_ep.kernels.channel import (
 from numba_ep.kernels.records import SEND_COORDINATOR, SENDER
 from numba_ep.kernels.waiting import (
     FOR_OWN_WARPS,
+    by_warp,
     over_peers,
     report_timeout,
 )
@@ -236,16 +237,12 @@ def pack_and_publish_for(comm, ring, plan, rows, channel, dst_rank):
 send_alone = over_peers(pack_and_publish_for, report_sender)
 
 
+send_by_warp = by_warp(send_alone, publish_chunks, send_rows)
+
+
 @cuda.jit(device=True)
 def sending_block(comm, ring, plan, rows, channel):
-    """One channel's sending block; its last warp coordinates."""
+    """One channel's sending block."""
     start_sender(comm, ring)
-    if num_warps() == 1:
-        sent = send_alone(comm, ring, plan, rows, channel)
-    elif warp_id() == num_warps() - 1:
-        sent = publish_chunks(comm, ring, plan, rows, channel)
-    else:
-        send_rows(comm, ring, plan, rows, channel)
-        sent = False
-    if sent:
+    if send_by_warp(comm, ring, plan, rows, channel):
         move_cursors(comm, ring, plan.channel_prefix, channel, comm.tail_cursors)

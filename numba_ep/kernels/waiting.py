@@ -13,10 +13,12 @@ from numba_ep.device import (
     cuda,
     lane_id,
     ld_relaxed,
+    num_warps,
     relax,
     st_release,
     store_i64,
     warp_broadcast,
+    warp_id,
     warp_sync,
 )
 from numba_ep.kernels.records import (
@@ -42,6 +44,16 @@ TIMED_OUT = 2
 
 
 @cuda.jit(device=True)
+def look(comm, since, patience):
+    """What one lane finds: the abort word first, then the clock."""
+    if ld_relaxed(comm.control, ABORT) != 0:
+        return ABORTED
+    if clock_ns() - since > patience * comm.timeout_ns:
+        return TIMED_OUT
+    return GO_ON
+
+
+@cuda.jit(device=True)
 def wait_verdict(comm, spins, since, patience):
     """Relax; now and then see whether to give up. The same answer on every lane.
 
@@ -50,12 +62,7 @@ def wait_verdict(comm, spins, since, patience):
     relax(spins)
     if spins % SPINS_PER_CHECK != SPINS_PER_CHECK - 1:
         return GO_ON
-    verdict = GO_ON
-    if ld_relaxed(comm.control, ABORT) != 0:
-        verdict = ABORTED
-    elif clock_ns() - since > patience * comm.timeout_ns:
-        verdict = TIMED_OUT
-    return warp_broadcast(verdict)
+    return warp_broadcast(look(comm, since, patience))
 
 
 @cuda.jit(device=True)
@@ -74,6 +81,23 @@ def report_timeout(comm, role, peer, channel, head, tail, expected):
             abort = ABORT_TIMEOUT * ABORT_CAUSE + peer + 1
             st_release(comm.control, ABORT, abort)
     warp_sync()
+
+
+def by_warp(alone, coordinate, work_along):
+    """Build a block: its only warp plays `alone`; else its last warp coordinates and
+    the others work along. True for the one warp that has brought the block's part of
+    the operation to its end."""
+
+    @cuda.jit(device=True)
+    def block(comm, ring, work, rows, channel):
+        if num_warps() == 1:
+            return alone(comm, ring, work, rows, channel)
+        if warp_id() == num_warps() - 1:
+            return coordinate(comm, ring, work, rows, channel)
+        work_along(comm, ring, work, rows, channel)
+        return False
+
+    return block
 
 
 def over_peers(advance, report, patience=FOR_A_PEER):
