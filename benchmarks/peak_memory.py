@@ -1,6 +1,6 @@
 """Peak memory of a rank beside its arrays and rings.
 
-    mpirun -np 4 python benchmarks/peak_memory.py
+mpirun -np 4 python benchmarks/peak_memory.py
 """
 
 from __future__ import annotations

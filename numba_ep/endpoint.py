@@ -103,6 +103,7 @@ class Endpoint:
         runtime, ranks = self.runtime, self.num_ranks
         pairs = ranks * self.settings.max_channels
         self.control = runtime.allocate_host(BELL_AT + BELL_BYTES)
+        self._abort_at = _host_address(self.control) + WORD * ABORT
         result_words = RESULT_EXPERTS + MAX_EXPERTS // ranks
         self.result = runtime.allocate_host(WORD * result_words)
         self._fifo_memory = runtime.allocate_host(
@@ -162,7 +163,7 @@ class Endpoint:
         ranks = np.arange(self.num_ranks)
         queues = self.settings.max_channels
         words = AbortWords(
-            local=_host_address(self.control) + WORD * ABORT,
+            local=self._abort_at,
             from_peers=base + aborts + ranks * LINE_BYTES,
             at_peers=aborts + self.rank * LINE_BYTES,
             farewells=base + farewells + ranks * queues * LINE_BYTES,
@@ -209,15 +210,20 @@ class Endpoint:
         self.raise_if_ended()
         self.runtime.launch(kernel, blocks, warps, args)
         self.runtime.synchronize()
-        if not self._abort_word():
-            # Peers need what these kernels asked for. The caller may go on to a call
-            # that keeps the interpreter's lock from the proxy, as MPI.Finalize does.
-            self.proxy.drain(min(1.0, self.settings.timeout_s))
         self.raise_if_ended()
+
+    def settle(self) -> None:
+        """Before an operation returns or raises: the proxy has posted all of it.
+
+        Peers need what the kernels asked for, and the caller may go on to a call that
+        keeps the interpreter's lock from the proxy, as MPI.Finalize does.
+        """
+        if not self._abort_word():
+            self.proxy.drain(min(1.0, self.settings.timeout_s))
 
     def launch_local(self, kernel: Any, *args: Any) -> None:
         """Run a kernel of one block that waits for nobody."""
-        self.runtime.launch(kernel, 1, self.device.ONE_BLOCK_WARPS, args)
+        self.runtime.launch_local(kernel, 1, self.device.ONE_BLOCK_WARPS, args)
         self.runtime.synchronize()
 
     def raise_if_ended(self) -> None:
@@ -237,7 +243,7 @@ class Endpoint:
             raise type(self.ended_by)(str(self.ended_by), self.ended_by.culprit)
 
     def _abort_word(self) -> int:
-        return int(read_word(_host_address(self.control) + WORD * ABORT))
+        return int(read_word(self._abort_at))
 
     def result_words(self) -> np.ndarray:
         """What notify left: [..] int64, see RESULT_* in kernels/records.py."""

@@ -77,10 +77,12 @@ class Operation:
             self.endpoint.launch(notify_kernel, 1, warps, args)
         finally:
             if error is not None:
+                self.endpoint.settle()
                 # Says more than that a peer, which may have the same error, has left.
                 raise error
         self.words = self.endpoint.result_words().copy()
         if self.words[RESULT_REFUSAL]:
+            self.endpoint.settle()
             fields = (RESULT_OPERATION, RESULT_REFUSAL, RESULT_CULPRIT, RESULT_FIELD)
             about = (*fields, RESULT_EXPECTED, RESULT_GOT)
             raise refused(*(int(self.words[i]) for i in about))
@@ -124,6 +126,7 @@ class Operation:
         sent, received = self.payload.rows(), to.rows()
         args = (self.endpoint.comm, ring, plan, arrivals, sent, received)
         self.endpoint.launch(kernel, blocks, warps, args)
+        self.endpoint.settle()
 
     def _ring(self, blocks: int, warps: int) -> Ring:
         config, slot, ranks = self.config, self.payload.slot_bytes, self.num_ranks

@@ -232,6 +232,48 @@ def test_release_and_acquire_pass_data_on(runtime: Any, block_words: int) -> Non
     assert wrong[0] == 0
 
 
+ROW_BYTES = 1024
+ROWS = 8
+
+
+@cuda.jit
+def pass_rows_kernel(
+    of: int, to: int, flag: int, block_words: int, count: int, wrong: int
+) -> None:
+    """Warp 0 copies row turn % ROWS and announces it, warp 1 looks at every word."""
+    for turn in range(1, count + 1):
+        if warp_id() == 0:
+            copy_row(to, of + turn % ROWS * ROW_BYTES, ROW_BYTES)
+            if block_words:
+                add_release_block(flag, 0, 1)
+            else:
+                st_release(flag, 0, turn)
+        spins = 0
+        since = clock_ns()
+        mine = flag if warp_id() == 1 else flag + 8 * LINE
+        while ld_acquire(mine, 0) < turn and clock_ns() - since < TIMEOUT_NS:
+            relax(spins)
+            spins += 1
+        if warp_id() == 1:
+            # Backwards: what was written last is the first to be missed.
+            for i in range(ROW_BYTES // 8 - 1, -1, -1):
+                if load_i64(to, i) != turn % ROWS:
+                    add_i32(wrong, 0, 1)
+            st_release(flag, LINE, turn)
+
+
+@pytest.mark.parametrize("block_words", [0, 1])
+def test_a_release_passes_a_copied_row_on(runtime: Any, block_words: int) -> None:
+    of = np.repeat(np.arange(ROWS), ROW_BYTES // 8)
+    to, flag, wrong = words(ROW_BYTES // 8 + 8), words(2 * LINE), np.zeros(1, np.int32)
+    to[:] = -1
+    target = at(to) + -at(to) % 64
+    args = (at(of), target, at(flag), block_words, MANY, at(wrong))
+    run(runtime, pass_rows_kernel, (1, 2), *args)
+    assert flag[[0, LINE]].tolist() == [MANY] * 2
+    assert wrong[0] == 0
+
+
 # The whole system.
 
 
@@ -461,7 +503,7 @@ def copy_kernel(to: int, of: int, count: int) -> None:
 @pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 3), (5, 7)])
 def test_copy_row(runtime: Any, offsets: tuple[int, int]) -> None:
     of = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
-    for size in (0, 1, 15, 16, 17, 4096, 4099):
+    for size in (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4096, 4099):
         to = np.full(5000, 0xAA, np.uint8)
         args = (at(to) + offsets[0], at(of) + offsets[1], size)
         run(runtime, copy_kernel, (1, 1), *args)

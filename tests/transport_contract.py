@@ -25,7 +25,8 @@ import numpy as np
 import pytest
 
 from transport import wr
-from transport.atomics import read_word
+from transport.atomics import load_acquire, read_word
+from transport.jit import host
 
 LIMIT_S = 20.0
 LINE = 128
@@ -137,6 +138,24 @@ def hammer(end: Any, peer: int, count: int, size: int) -> None:
     finish(end)
 
 
+ROW_WORDS = 128
+
+
+def _stale_words(counter: int, row: int, turns: int) -> int:
+    """Words of `row` that were older than the counter seen just before."""
+    stale = last = 0
+    while last < turns:
+        last = load_acquire(counter, 0)
+        # Backwards: what was written last is the first to be missed.
+        for i in range(ROW_WORDS - 1, -1, -1):
+            if load_acquire(row, i) < last:
+                stale += 1
+    return stale
+
+
+stale_words = host.jit(_stale_words, cache=False)
+
+
 def serve_peer(create: Create, pipe: Any, count: int, size: int) -> None:
     """Rank 1 in a process of its own: hammer, then wait to be killed."""
     need = load_bytes(size)
@@ -192,6 +211,33 @@ class TransportContract:
                         job.result()
                         assert read_word(second) == turns
                 job.result(LIMIT_S)
+
+    def test_every_word_is_there_before_the_counter(self) -> None:
+        """A reader that is as fast as it can be, against many small writes."""
+        rows, rounds, row_bytes = 64, 100, 8 * ROW_WORDS
+        size = rows * row_bytes
+        with connected(self.create, 2, size, size) as (writer, reader):
+            view(reader.receive)[:] = 0
+            row, counter = reader.receive.address, reader.receive.address + row_bytes
+            sent = view(writer.send).view(np.int64).reshape(rows, ROW_WORDS)
+
+            def write() -> None:
+                for first in range(0, rounds * rows, rows):
+                    sent[:] = first + np.arange(1, rows + 1)[:, None]
+                    requests = [
+                        wr.put(
+                            1, 0, i * row_bytes, 0, row_bytes, row_bytes, first + i + 1
+                        )
+                        for i in range(rows)
+                    ]
+                    post(writer, *requests)
+                    finish(writer)
+
+            stale_words(counter, row, 0)  # compile it
+            with ThreadPoolExecutor(1) as pool:
+                job = pool.submit(stale_words, counter, row, rounds * rows)
+                write()
+                assert job.result(LIMIT_S) == 0
 
     # What a request does, and what it leaves alone.
 

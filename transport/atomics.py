@@ -20,6 +20,7 @@ if JIT_DISABLED:
         load_relaxed,
         pause,
         store_release,
+        stream_fence,
         yield_core,
     )
 else:
@@ -35,13 +36,15 @@ else:
         load_relaxed,
         pause,
         store_release,
+        stream_fence,
         yield_core,
     )
 
 __all__ = [
     "atomic_add", "clock_ns", "compare_and_swap", "copy_bytes", "fence", "load_acquire",
     "load_relaxed", "pause", "read_word", "relax", "ring_bell", "store_release",
-    "swap_word", "wait_any", "wait_for_bell", "write_word", "yield_core",
+    "stream_fence", "swap_word", "wait_any", "wait_for_bell", "write_word",
+    "yield_core",
 ]  # fmt: skip
 
 PAUSES_BEFORE_YIELD = 4

@@ -16,7 +16,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from transport.jit import host
+
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+STREAM_BYTES = 64
+LINE = ir.VectorType(I64, STREAM_BYTES // 8)
 
 
 def word_pointer(builder: Any, base: Any, index: Any, width: Any = I64) -> Any:
@@ -185,7 +189,7 @@ def clock_ns(typingctx):
 
 
 @intrinsic
-def copy_bytes(typingctx, destination, source, num_bytes):
+def move_bytes(typingctx, destination, source, num_bytes):
     """`memcpy` between two addresses that do not overlap."""
 
     def codegen(context, builder, signature, args):
@@ -196,3 +200,45 @@ def copy_bytes(typingctx, destination, source, num_bytes):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def stream_line(typingctx, destination, source, index):
+    """Copy line `index` of 64 bytes past the caches; destination: aligned to 64."""
+
+    def codegen(context, builder, signature, args):
+        to, of = (word_pointer(builder, a, args[2], LINE) for a in args[:2])
+        store = builder.store(builder.load(of, align=1), to, align=STREAM_BYTES)
+        store.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def stream_fence(typingctx):
+    """Streamed lines come before all later stores, as plain stores do by themselves."""
+
+    def codegen(context, builder, signature, args):
+        if llvmlite.binding.get_process_triple().startswith("x86_64"):
+            order = libc_function(builder, "llvm.x86.sse.sfence", ir.VoidType(), [])
+            builder.call(order, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@host.jit_inline
+def copy_bytes(destination: int, source: int, num_bytes: int) -> None:
+    """Copy between two addresses that do not overlap; `stream_fence` before a release.
+
+    Past the caches: another core reads what is written here, and to fetch a line only
+    to overwrite it would cost a third of the memory's bandwidth.
+    """
+    head = min(-destination % STREAM_BYTES, num_bytes)
+    lines = (num_bytes - head) // STREAM_BYTES
+    move_bytes(destination, source, head)
+    for line in range(lines):
+        stream_line(destination + head, source + head, line)
+    done = head + lines * STREAM_BYTES
+    move_bytes(destination + done, source + done, num_bytes - done)

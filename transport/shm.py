@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transport import wr
-from transport.atomics import BELL_BYTES, copy_bytes, ring_bell, store_release
+from transport.atomics import (
+    BELL_BYTES,
+    copy_bytes,
+    ring_bell,
+    store_release,
+    stream_fence,
+)
 from transport.base import MemoryRegion, TransportError
 from transport.jit import host
 
@@ -56,6 +62,7 @@ def _post(batch, peers, bells, send, written):
                 send + batch[i, wr.SOURCE],
                 batch[i, wr.NUM_BYTES],
             )
+            stream_fence()
         # Release: whoever sees the counter sees the data copied before it.
         store_release(base + batch[i, wr.COUNTER_AT], 0, batch[i, wr.VALUE])
         written[peer] = 1

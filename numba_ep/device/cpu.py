@@ -22,7 +22,6 @@ from numba_ep.device.cpu_rows import (
 )
 from numba_ep.device.memory_ir import (
     add_i32,
-    copy_row,
     load_bf16,
     load_bf16_magnitude,
     load_f32,
@@ -56,8 +55,10 @@ from transport.atomics import (
     fence,
     ring_bell,
     store_release,
+    stream_fence,
     wait_for_bell,
 )
+from transport.atomics import copy_bytes as copy_row
 from transport.atomics import load_acquire as ld_acquire
 from transport.atomics import load_relaxed as ld_relaxed
 from transport.jit import Compiler
@@ -115,7 +116,10 @@ _libc.pthread_setspecific.argtypes = [ctypes.c_uint, ctypes.c_void_p]
 
 
 def set_identity(address: int) -> None:
-    """Make the calling thread the warp described at `address` (`identity_block`)."""
+    """Make the calling thread the warp described at `address` (`identity_block`).
+
+    0: nobody again, a block and a warp of its own.
+    """
     _libc.pthread_setspecific(_key, address)
 
 
@@ -228,28 +232,42 @@ def block_sync() -> None:
 ld_acquire_block = ld_acquire
 # Whoever writes a word that another warp, the proxy or a peer may wait for rings the
 # rank's bell. A thread looks at its words again after each ring that it hears.
+# Rows are streamed past the caches, so a release must wait for them by name.
 
 
 @jit
 def st_release(base: int, index: int, value: int) -> None:
+    stream_fence()
     store_release(base, index, value)
     ring_bell(_identity(BELL))
 
 
 @jit
 def st_release_host(base: int, index: int, value: int) -> None:
+    stream_fence()
     store_release(base, index, value)
     ring_bell(_identity(PROXY_BELL))
 
 
 @jit
+def _ring_block() -> None:
+    if _identity(NUM_WARPS) > 1:  # else the block is this thread
+        ring_bell(_identity(BELL))
+
+
+@jit
 def add_release_block(base: int, index: int, value: int) -> int:
+    stream_fence()
     before = atomic_add(base, index, value)
-    ring_bell(_identity(BELL))
+    _ring_block()
     return before
 
 
-st_release_block = st_release
+@jit
+def st_release_block(base: int, index: int, value: int) -> None:
+    stream_fence()
+    store_release(base, index, value)
+    _ring_block()
 
 
 @cuda.jit(device=True)
@@ -264,4 +282,4 @@ def compile_kernel(kernel: Any, args: tuple[Any, ...]) -> None:
 
 def make_runtime(name: str, num_workers: int) -> Runtime:
     """Threads and memory for one Buffer."""
-    return Runtime(name, num_workers, set_identity)
+    return Runtime(name, num_workers, set_identity, uses_caller=True)

@@ -144,6 +144,8 @@ class Runtime:
         where = ctypes.addressof(pointers)
         call(driver.cuLaunchKernel, function, *grid, 0, self._stream, where, 0)
 
+    launch_local = launch  # the stream keeps the order of all of them
+
     def resident_blocks(self, kernel: Any, warps: int, args: tuple[Any, ...]) -> int:
         """How many blocks of `warps` warps of `kernel` the whole GPU holds at once."""
         per_sm = call(

@@ -146,20 +146,3 @@ def store_e4m3(typingctx, base, index, value):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32), codegen
-
-
-@intrinsic
-def copy_row(typingctx, destination, source, num_bytes):
-    """`memcpy` by the one lane of a CPU warp."""
-
-    def codegen(context, builder, signature, args):
-        to, of = (builder.inttoptr(a, I8.as_pointer()) for a in args[:2])
-        kind = ir.FunctionType(I8.as_pointer(), [I8.as_pointer(), I8.as_pointer(), I64])
-        try:
-            memcpy = builder.module.get_global("memcpy")
-        except KeyError:
-            memcpy = ir.Function(builder.module, kind, "memcpy")
-        builder.call(memcpy, [to, of, args[2]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen

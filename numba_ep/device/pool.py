@@ -1,7 +1,8 @@
 """Threads that run a grid on the CPU, for the cpu and the python targets.
 
 A launch runs every (block, warp) as one thread of a persistent pool and returns when
-all have ended; starting threads for each launch would cost 50-60 us apiece.
+all have ended; starting threads for each launch would cost 50-60 us apiece. A grid of
+one may run on the thread that launches it: nobody has to be woken.
 """
 
 from __future__ import annotations
@@ -52,14 +53,20 @@ class _Launch:
 
 
 class Runtime:
-    """One Buffer's threads and memory. `num_threads`: to begin with; it grows."""
+    """One Buffer's threads and memory.
+
+    num_threads: to begin with; it grows. uses_caller: whether a grid of one may run on
+    the caller's thread.
+    """
 
     synchronous = True  # a launch has ended when `launch` returns
 
     def __init__(
-        self, name: str, num_threads: int, set_identity: Callable[[int], None]
-    ) -> None:
+        self, name: str, num_threads: int, set_identity: Callable[[int], None],
+        uses_caller: bool = False,
+    ) -> None:  # fmt: skip
         self._name, self._set_identity = name, set_identity
+        self._uses_caller = uses_caller
         self._queues: list[queue.SimpleQueue[Any]] = []
         self._grids: dict[tuple[int, int], list[np.ndarray]] = {}
         # What these threads hear, and what the proxy hears: see transport/atomics.py.
@@ -81,7 +88,31 @@ class Runtime:
         self, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]
     ) -> None:
         """Run `kernel(*args)` as blocks x warps threads; raises their first error."""
+        # Ctrl-C comes to the main thread alone, and only while no kernel runs there.
+        if threading.current_thread() is threading.main_thread():
+            self._launch_on_pool(kernel, blocks, warps, args)
+        else:
+            self.launch_local(kernel, blocks, warps, args)
+
+    def launch_local(
+        self, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]
+    ) -> None:
+        """`launch` for a kernel that waits for nobody."""
+        if blocks * warps > 1 or not self._uses_caller:
+            self._launch_on_pool(kernel, blocks, warps, args)
+            return
+        (identity,) = self._identities(blocks, warps)
+        self._set_identity(identity.ctypes.data)
+        try:
+            kernel(*args)
+        finally:
+            self._set_identity(0)
+
+    def _launch_on_pool(
+        self, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]
+    ) -> None:
         identities = self._identities(blocks, warps)
+        self._grow(len(identities))
         launch = _Launch(len(identities))
         for jobs, identity in zip(self._queues, identities):
             jobs.put((launch, kernel, identity, args))
@@ -97,7 +128,6 @@ class Runtime:
     def _identities(self, blocks: int, warps: int) -> list[np.ndarray]:
         grid = (blocks, warps)
         if grid not in self._grids:
-            self._grow(blocks * warps)
             # The barrier's word of a block lies in the identity block of its warp 0.
             identities = []
             for block in range(blocks):

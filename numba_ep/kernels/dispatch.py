@@ -106,14 +106,15 @@ def unpack_from(comm, ring, arrivals, rows, channel, src_rank):
     first = first_row(ring, arrivals, src_rank, channel)
     unpacked = 0
     # Exactly the rows that the row of notify announced, never "up to tail".
-    while position < min(seen, count):
+    stop = min(seen, count, position + ring.chunk)
+    while position < stop:
         slot = receive_slot(comm, ring, src_rank, channel, position)
         unpack_row(comm, arrivals, slot, rows, first + position)
         position += num_workers()
         unpacked += 1
-        warp_sync()
-        if lane_id() == 0:
-            set_needed(comm, ring, src_rank, position)
+    warp_sync()
+    if lane_id() == 0:
+        set_needed(comm, ring, src_rank, position)
     warp_sync()
     return unpacked, position < count
 

@@ -136,7 +136,7 @@ def start_sender(comm, ring):
 
 @cuda.jit(device=True)
 def pack_for(comm, ring, plan, rows, channel, dst_rank):
-    """Pack this warp's next rows for one peer, at most a chunk's worth of positions.
+    """Pack this warp's next rows for one peer, at most to the end of a chunk.
 
     Returns (rows packed, whether any are left).
     """
@@ -149,18 +149,19 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):
     if position >= credit:
         credit = poll_credit(comm, ring, dst_rank, channel, credit)
         store_i64(own, comm.num_ranks + dst_rank, credit)
+    # No further than this chunk: one count is enough then.
+    chunk_end = (position // ring.chunk + 1) * ring.chunk
+    index = packed_count(ring, dst_rank, position)
     packed = 0
-    stop = min(count, credit, position + ring.chunk)
-    while position < stop:
+    while position < min(count, credit, chunk_end):
         row = row_of(ring, plan, dst_rank, channel, position)
         pack_row(send_slot(comm, ring, dst_rank, channel, position), rows, row)
-        warp_sync()
-        if lane_id() == 0:
-            # Release to the coordinator: the row is packed before it is counted.
-            scratch = block_scratch(ring)
-            add_release_block(scratch, packed_count(ring, dst_rank, position), 1)
         position += num_workers()
         packed += 1
+    warp_sync()
+    if packed > 0 and lane_id() == 0:
+        # Release to the coordinator: the rows are packed before they are counted.
+        add_release_block(block_scratch(ring), index, packed)
     store_i64(own, dst_rank, position)
     warp_sync()
     return packed, position < count
