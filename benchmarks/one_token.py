@@ -44,6 +44,7 @@ def measure(group: Any) -> np.ndarray:
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
         )[4]
+        assert handle is not None
         for i in range(NUM_ROUNDS):
             group.Barrier()
             began = perf_counter()
