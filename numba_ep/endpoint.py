@@ -57,7 +57,7 @@ class Endpoint:
         with all_or_none(members, "transport", self._undo):
             self.transport = transport.create(
                 settings.transport, self.rank, self.num_ranks,
-                self._receive_map.num_bytes, self._send_map.num_bytes,
+                self._receive_map.num_bytes, self._send_map.num_bytes, self.on_gpu,
             )  # fmt: skip
         cards = members.allgather(self.transport.card())
         with all_or_none(members, "transport", self._undo):
@@ -120,8 +120,11 @@ class Endpoint:
     def _make_comm(self) -> Comm:
         receive, send = self.transport.receive, self.transport.send
         runtime, offsets = self.runtime, self._receive_map
-        self.receive_address = runtime.register(receive.address, receive.num_bytes)
-        self.send_address = runtime.register(send.address, send.num_bytes)
+        self.receive_address, self.send_address = (
+            region.address if region.on_gpu
+            else runtime.register(region.address, region.num_bytes)
+            for region in (receive, send)
+        )  # fmt: skip
         own = self.receive_address
         if not runtime.synchronous:
             # On a GPU the counters of traffic with oneself lie in its own memory.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -98,8 +99,11 @@ class Run:
     ) -> None:
         self.options, self.group, self.say = options, group, say
         self.ranks: Members = members(group)
-        devices.select(options.device)
+        device = devices.select(options.device)
         self.on_gpu = devices.target() == "cuda"
+        if self.on_gpu and options.ranks is None:
+            hosts = self.ranks.allgather(socket.gethostname())
+            device.use_gpu(hosts[: self.ranks.rank].count(hosts[self.ranks.rank]))
         self.work = choose_work(options, self.ranks.num_ranks, self.on_gpu)
         self.checks: list[dict[str, Any]] = []
 

@@ -198,7 +198,7 @@ class Wrapping:
         self._create, self._wrapper, self._options = transport.create, wrapper, options
         self.made: dict[int, Any] = {}
 
-    def __call__(self, name: str, rank: int, *sizes: int) -> Any:
+    def __call__(self, name: str, rank: int, *sizes: Any) -> Any:
         inner = self._create(name, rank, *sizes)
         self.made[rank] = self._wrapper(inner, **self._options)
         return self.made[rank]

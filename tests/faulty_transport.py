@@ -2,11 +2,11 @@
 
     monkeypatch.setattr(transport, "create", Wrapping(FaultyTransport, faults=faults))
 
-Everything is drawn from a seed. On one (peer, queue) writes land in the order in which
-they were posted; between queues nothing is in order. A put's data lands in pieces, the
-last one first as often as not; its counter comes later; a counter may be written again,
-also with the value before, followed by the newest. Completions come late, and queues
-are tiny. A rank may be cut off in the middle.
+Everything is drawn from a seed. On one (peer, queue) puts land in the order in which
+they were posted, and so do counters alone; else nothing is in order. A put's data lands
+in pieces, the last one first as often as not; its counter comes later; a counter may be
+written again, also with the value before, followed by the newest. Completions come
+late, and queues are tiny. A rank may be cut off in the middle.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class FaultyTransport(Wrapped):
         super().__init__(inner)
         self.faults, self.cut_ranks = faults, cut_ranks
         self._random = random.Random(faults.seed * 1000 + inner.rank)
-        self._lines: dict[Queue, deque[Step]] = {}
+        # By (peer, queue) and whether it is for counters alone: those overtake puts.
+        self._lines: dict[tuple[Queue, bool], deque[Step]] = {}
         self._under_way: dict[Queue, int] = {}
         self._written: dict[tuple[int, int], int] = {}  # (peer, counter): last value
         self._num_posted = 0
@@ -78,7 +79,8 @@ class FaultyTransport(Wrapped):
                 refused.append(position)
                 continue
             self._under_way[queue] = self._under_way.get(queue, 0) + 1
-            self._lines.setdefault(queue, deque()).extend(self._plan(queue, entry))
+            line = queue, entry.opcode == wr.COUNTER
+            self._lines.setdefault(line, deque()).extend(self._plan(line, entry))
             self._num_posted += 1
             is_cut = self.rank == self.faults.cut_rank
             if is_cut and self._num_posted > self.faults.cut_after:
@@ -88,7 +90,7 @@ class FaultyTransport(Wrapped):
     def poll(self) -> int:
         self._complain()
         now, busy = time.monotonic(), False
-        for queue, line in self._lines.items():
+        for (queue, _), line in self._lines.items():
             while line and line[0].due_s <= now and not self._is_cut(queue[0]):
                 self._carry_out(queue, line.popleft())
                 busy = True
@@ -113,8 +115,8 @@ class FaultyTransport(Wrapped):
         # Mostly short, now and then long: queues overtake each other.
         return longest_s * self._random.random() ** 3
 
-    def _plan(self, queue: Queue, entry: wr.WorkRequest) -> list[Step]:
-        line = self._lines.get(queue)
+    def _plan(self, key: tuple[Queue, bool], entry: wr.WorkRequest) -> list[Step]:
+        line = self._lines.get(key)
         now = max(time.monotonic(), line[-1].due_s if line else 0.0)
         steps = []
         if entry.opcode == wr.PUT:
@@ -166,7 +168,7 @@ class FaultyTransport(Wrapped):
         """A NIC that notices: retries exceeded, on the first queue that has waited."""
         if not (self.faults.cut_tells and self.cut_ranks):
             return
-        for queue, line in self._lines.items():
+        for (queue, _), line in self._lines.items():
             if line and self._is_cut(queue[0]):
                 line.clear()
                 self._under_way[queue] = 0

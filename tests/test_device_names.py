@@ -744,10 +744,10 @@ if JIT_DISABLED:
 
         return Case([5, 0, 13, 3][:num_ranks], 64, 2, 8, Config(4, 1, 2, 2, 4))
 
-    def test_a_rank_is_slow_between_a_tail_and_the_copy(
+    def test_c04_a_rank_is_slow_between_a_tail_and_the_copy(
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """C04 a: the others are in the next operation long before."""
+        """The others are in the next operation long before."""
         from faulty import Case, run_case
 
         from numba_ep import Config

@@ -597,10 +597,10 @@ def test_random_delays(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
     run_case(Case([13, 0, 40, 7][:num_ranks], 64, 2, 8, config), 4, barriers=False)
 
 
-def test_credit_of_the_operation_before_comes_late(
+def test_c03_credit_of_the_operation_before_comes_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """C03: heads take up to 5 ms, the next operation starts at once."""
+    """Heads take up to 5 ms, the next operation starts at once."""
 
     def slow(rank: int, entry: np.ndarray) -> float:
         is_head = entry[wr.OPCODE] == wr.COUNTER
@@ -613,8 +613,10 @@ def test_credit_of_the_operation_before_comes_late(
     run_case(case, repeats, barriers=False)
 
 
-def test_shapes_change_while_credit_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C03 with rings laid out anew: other chunk, capacity, channels and hidden."""
+def test_c03_shapes_change_while_credit_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same with rings laid out anew: other chunk, capacity, channels and hidden."""
     wrapped = Wrapping(DelayedTransport, seed=5, delay_s=4e-3)
     monkeypatch.setattr(transport, "create", wrapped)
     cases = [
@@ -634,10 +636,10 @@ def test_shapes_change_while_credit_is_late(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
-def test_a_rank_is_slow_to_read_what_notify_left(
+def test_c04_a_rank_is_slow_to_read_what_notify_left(
     monkeypatch: pytest.MonkeyPatch, slow_rank: int
 ) -> None:
-    """C04 b: the others are in the next operation long before."""
+    """The others are in the next operation long before."""
 
     def sleepy(buffer: Any) -> None:
         if buffer.rank == slow_rank:
@@ -656,8 +658,8 @@ def test_a_rank_is_slow_to_read_what_notify_left(
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 2e-4])
-def test_no_row_of_poison(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
-    """C05: many chunks through small rings that are 0xFF before each operation."""
+def test_c05_no_row_of_poison(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
+    """Many chunks through small rings that are 0xFF before each operation."""
     if delay_s:
         wrapped = Wrapping(DelayedTransport, seed=2, delay_s=delay_s)
         monkeypatch.setattr(transport, "create", wrapped)
@@ -684,8 +686,8 @@ def test_no_row_of_poison(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> No
 
 
 @pytest.mark.parametrize("depth", [1, 4])
-def test_tiny_send_queues(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    """C58: requests are parked most of the time."""
+def test_c58_tiny_send_queues(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """Requests are parked most of the time."""
     wrapped = Wrapping(DelayedTransport, seed=4, delay_s=5e-4, depth=depth)
     monkeypatch.setattr(transport, "create", wrapped)
     parked: list[Statistics] = []

@@ -26,8 +26,9 @@ LAYERS = """
 transport.wr transport.jit
 transport.atomics_jit transport.atomics_python
 transport.atomics
-transport.base
+transport.base transport.cuda_driver
 transport.fifo transport.shm transport.verbs
+transport.shm_cuda
 transport.proxy
 transport
 
@@ -71,6 +72,7 @@ BORDER = {
     # The factory; the devices want the folder, whose content names their caches.
     "transport": ["numba_ep/endpoint.py", "numba_ep/device/*"],
     "transport.jit": ["numba_ep/device/*"],
+    "transport.cuda_driver": ["numba_ep/device/*"],
     # The endpoint makes the FIFOs and the thread that drains them into the transport.
     "transport.fifo": ["numba_ep/endpoint.py"],
     "transport.proxy": ["numba_ep/endpoint.py"],

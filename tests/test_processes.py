@@ -271,8 +271,8 @@ sys.exit(7 if rank == 2 else 0)
 
 
 @pytest.mark.parametrize("when", ["before a dispatch", "between", "during a combine"])
-def test_a_rank_is_killed(tmp_path: Path, when: str) -> None:
-    """C44. Its end is noticed, long before the time limit of the waits."""
+def test_c44_a_rank_is_killed(tmp_path: Path, when: str) -> None:
+    """Its end is noticed, long before the time limit of the waits."""
     with Job(tmp_path, KILLED.format(when=when, timeout_s=PATIENT_S)) as job:
         assert job.finish() == [0, 128 + signal.SIGKILL, 7]
         for rank, found in zip((0, 2), job.reports(0, 2)):
@@ -307,8 +307,8 @@ buffer.destroy()
 """
 
 
-def test_a_short_stop_is_no_failure(tmp_path: Path) -> None:
-    """C44, C45: a straggler in the midst of operations, and all comes out right."""
+def test_c44_a_short_stop_is_no_failure(tmp_path: Path) -> None:
+    """A straggler in the midst of operations, and all comes out right."""
     with Job(tmp_path, STOPPED.format(timeout_s=5.0, rounds=30)) as job:
         job.until_stopped(1)
         time.sleep(1.0)
@@ -326,8 +326,8 @@ DETAILS = re.compile(
 )
 
 
-def test_a_long_stop_ends_the_buffer(tmp_path: Path) -> None:
-    """C44: who waited, for whom, for what, and how far it had come."""
+def test_c44_a_long_stop_ends_the_buffer(tmp_path: Path) -> None:
+    """Who waited, for whom, for what, and how far it had come."""
     script = STOPPED.format(timeout_s=2.0, rounds=100_000)
     with Job(tmp_path, script) as job:
         job.until_stopped(1)
@@ -350,8 +350,8 @@ def test_a_long_stop_ends_the_buffer(tmp_path: Path) -> None:
         assert stopped["is_aborted"], stopped
 
 
-def test_compiling_on_one_rank_alone_is_no_failure(tmp_path: Path) -> None:
-    """C45: every rank compiles before the first wait of any; here one at a time."""
+def test_c45_compiling_on_one_rank_alone_is_no_failure(tmp_path: Path) -> None:
+    """Every rank compiles before the first wait of any; here one at a time."""
     require_long()
     script = f"""
         import os, runpy, sys
@@ -432,7 +432,7 @@ def test_a_rank_exits_in_the_midst(tmp_path: Path) -> None:
             assert re.search("rank 1 has (left without destroy|ended)", found["text"])
 
 
-def test_ctrl_c_in_one_waiting_rank(tmp_path: Path) -> None:
+def test_c44_ctrl_c_in_one_waiting_rank(tmp_path: Path) -> None:
     script = """
         buffer = make(60.0)
         combine(buffer, dispatch(buffer))
@@ -490,8 +490,8 @@ def files_of(pids: list[int]) -> list[str]:
     return [name for name in found if name.startswith(starts)]
 
 
-def test_all_ranks_are_killed_and_a_rerun(tmp_path: Path) -> None:
-    """C55: what they left goes with the next job; and it is not in its way."""
+def test_c55_all_ranks_are_killed_and_a_rerun(tmp_path: Path) -> None:
+    """What they left goes with the next job; and it is not in its way."""
     folders = [tmp_path / name for name in ("killed", "working", "rerun")]
     for folder in folders:
         folder.mkdir()
@@ -517,7 +517,7 @@ def test_all_ranks_are_killed_and_a_rerun(tmp_path: Path) -> None:
     assert files_of(pids) == []
 
 
-def test_two_jobs_at_once(tmp_path: Path) -> None:
+def test_c55_two_jobs_at_once(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
@@ -555,8 +555,8 @@ def check_right(done: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.mark.parametrize("code", ["host code", "kernels"])
-def test_eight_processes_fill_one_cache(tmp_path: Path, code: str) -> None:
-    """C57: an empty folder, and all compile at once; without MPI."""
+def test_c57_eight_processes_fill_one_cache(tmp_path: Path, code: str) -> None:
+    """An empty folder, and all compile at once; without MPI."""
     if code == "kernels":
         require_long()
     script = HOST_CODE if code == "host code" else EVERYTHING
@@ -602,10 +602,10 @@ def copied_cache(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("package", ["transport", "numba_ep"])
 @pytest.mark.parametrize(("suffix", "left"), [("nbi", 0), ("nbi", 50), ("nbc", 50)])
-def test_a_truncated_cache_file(
+def test_c57_a_truncated_cache_file(
     copied_cache: Path, tmp_path: Path, package: str, suffix: str, left: int
 ) -> None:
-    """C57: what a full disk or a crash left is compiled anew."""
+    """What a full disk or a crash left is compiled anew."""
     name = "swap_word" if package == "transport" else "layout_kernel"
     found = [*copied_cache.glob(f"{package}-*/*/*{name}*.{suffix}")]
     assert found, [path.name for path in copied_cache.rglob("*.nbi")]
@@ -616,8 +616,8 @@ def test_a_truncated_cache_file(
     check_right(run_script(tmp_path, script, NUMBA_EP_CACHE_DIR=cache))
 
 
-def test_no_folder_for_the_cache(tmp_path: Path) -> None:
-    """C57: read-only for whoever runs, root too, since a file stands in its place."""
+def test_c57_no_folder_for_the_cache(tmp_path: Path) -> None:
+    """Read-only for whoever runs, root too, since a file stands in its place."""
     (tmp_path / "file").touch()
     script = EVERYTHING if LONG else HOST_CODE
     cache = str(tmp_path / "file" / "cache")
@@ -628,8 +628,8 @@ def test_no_folder_for_the_cache(tmp_path: Path) -> None:
 # What cannot be had.
 
 
-def test_cuda_without_a_gpu(tmp_path: Path) -> None:
-    """C56: one sentence on every rank, and the CPU is there all the same."""
+def test_c56_cuda_without_a_gpu(tmp_path: Path) -> None:
+    """One sentence on every rank, and the CPU is there all the same."""
     script = """
         import re, sys
         import numba_ep
@@ -651,7 +651,7 @@ def test_cuda_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["verbs", "nonsense", ""])
-def test_a_transport_that_is_not_there(name: str) -> None:
+def test_c56_a_transport_that_is_not_there(name: str) -> None:
     from numba_ep import Buffer, spawn
 
     if devices.wanted_target() == "cuda":
@@ -686,8 +686,8 @@ def test_one_rank_wants_another_transport() -> None:
 # The end of a Buffer, and of its process.
 
 
-def test_use_after_destroy_and_destroy_after_finalize(tmp_path: Path) -> None:
-    """C52."""
+def test_c52_use_after_destroy_and_destroy_after_finalize(tmp_path: Path) -> None:
+    """One sentence each, and the process ends well."""
     script = """
         from mpi4py import MPI
         first, second = make(60.0), make(60.0)
@@ -728,10 +728,10 @@ def test_use_after_destroy_and_destroy_after_finalize(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("ranks", ["processes", "one process"])
-def test_never_destroyed(
+def test_c52_never_destroyed(
     tmp_path: Path, ending: str, status: int, last_line: str, ranks: str
 ) -> None:
-    """C52: no hang, the status that the program wants, nothing said by threads."""
+    """No hang, the status that the program wants, nothing said by threads."""
     if ranks == "processes":
         script = f"buffer = make(60.0)\ncombine(buffer, dispatch(buffer))\n{ending}\n"
         with Job(tmp_path, script, num_ranks=2) as job:
@@ -761,8 +761,8 @@ buffer = numba_ep.spawn(program, 2)
     assert last_line or output == ""
 
 
-def test_mpi_initialised_for_one_thread(tmp_path: Path) -> None:
-    """C64: the proxy's thread makes no MPI call."""
+def test_c64_mpi_initialised_for_one_thread(tmp_path: Path) -> None:
+    """The proxy's thread makes no MPI call."""
     script = f"""
 import mpi4py
 mpi4py.rc.thread_level = "funneled"

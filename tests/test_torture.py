@@ -1,4 +1,4 @@
-"""Two thousand random operations over a network at its worst; fifty thousand if LONG."""
+"""2,000 random operations over a network at its worst, 50,000 where LONG."""
 
 import pytest
 import torture

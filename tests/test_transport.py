@@ -47,7 +47,7 @@ def test_unknown_name() -> None:
         transport.create("tcp", 0, 1, 64, 64)
 
 
-def test_names_are_unique_and_owned(folder: Path) -> None:
+def test_c55_names_are_unique_and_owned(folder: Path) -> None:
     ends = [create_shm(rank % 2, 2, 4096, 4096) for rank in range(8)]
     files = sorted(folder.iterdir())
     assert sorted(Path(end.card().path) for end in ends) == files
@@ -213,7 +213,7 @@ def test_a_file_that_another_job_holds_as_it_is_made_is_made_again(
 # Too little room.
 
 
-def test_a_full_dev_shm_is_an_error_that_says_so(
+def test_c55_a_full_dev_shm_is_an_error_that_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(file: int, offset: int, size: int) -> None:
@@ -265,7 +265,7 @@ print("left:", os.listdir("/dev/shm"))
 """
 
 
-def test_a_really_small_dev_shm() -> None:
+def test_c55_a_really_small_dev_shm() -> None:
     """A tmpfs of 64 MB: one rank fits, three do not, and nobody gets a SIGBUS."""
     mount = ["unshare", "-m", "sh", "-c"]
     small = "mount -t tmpfs -o size=64m tmpfs /dev/shm && "

@@ -2,6 +2,7 @@
 
     python tests/torture.py 17           # the episode of seed 17, as a failure names it
     python tests/torture.py 0 1250       # seeds 0 to 1249
+    python tests/torture.py 0 24 --timeout 2    # waits end after 2 s, not 20
 
 An episode is the life of one Buffer a rank: some forty operations, drawn from the seed
 alike on all ranks. Dispatches with new shapes, dtypes, routing and configs; cached
@@ -11,6 +12,7 @@ that one rank gets wrong. In some episodes a rank is cut off: then all must rais
 
 from __future__ import annotations
 
+import argparse
 import functools
 import random
 import sys
@@ -48,7 +50,8 @@ from numba_ep.errors import BufferAborted, RefusedError
 OPERATIONS = 40
 KINDS = ["dispatch", "cached", "combine", "combine", "reject"]
 CUT_SHARE = 0.15
-TIMEOUT_S = 1.0  # of an episode with a cut; the others may be slow, never stuck
+CUT_S = 3.0  # how long waits last where a rank is cut off
+WAITS_S = 20.0  # and elsewhere: slow is no fault
 MAX_CHANNELS = 3
 LARGEST = (384, 4)  # hidden, top-k
 
@@ -243,7 +246,7 @@ def _largest_bytes(num_ranks: int) -> int:
     return config.get_rdma_buffer_size_hint(2 * hidden, num_ranks, num_topk)
 
 
-def run_episode(seed: int) -> int:
+def run_episode(seed: int, timeout_s: float = WAITS_S) -> int:
     """Operations of the rank that did most. Raises AssertionError with the seed."""
     this = episode(seed)
     cut = this.faults.cut_rank >= 0
@@ -271,11 +274,10 @@ def run_episode(seed: int) -> int:
     wrapping = Wrapping(FaultyTransport, faults=this.faults, cut_ranks=cut_ranks)
     try:
         with mock.patch.object(transport, "create", wrapping):
-            options = {"timeout_s": TIMEOUT_S} if cut else {}
             num_bytes = _largest_bytes(this.num_ranks)
             results = run(
                 program, this.num_ranks, num_bytes, this.warps,
-                num_qps_per_rank=MAX_CHANNELS, **options,
+                num_qps_per_rank=MAX_CHANNELS, timeout_s=CUT_S if cut else timeout_s,
             )  # fmt: skip
         check_ends(results, this.faults, bool(cut_ranks))
     except Exception as error:
@@ -308,12 +310,16 @@ def check_ends(
 
 def main() -> None:
     """Seeds from the command line; a line now and then says how far it is."""
-    first = int(sys.argv[1])
-    behind_last = int(sys.argv[2]) if len(sys.argv) > 2 else first + 1
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("seed", type=int)
+    parser.add_argument("behind_last", type=int, nargs="?")
+    parser.add_argument("--timeout", type=float, default=WAITS_S, metavar="S")
+    args = parser.parse_args()
+    behind_last = args.seed + 1 if args.behind_last is None else args.behind_last
     began = told = time.monotonic()
     operations = 0
-    for seed in range(first, behind_last):
-        operations += run_episode(seed)
+    for seed in range(args.seed, behind_last):
+        operations += run_episode(seed, args.timeout)
         if time.monotonic() - told > 10:
             told = time.monotonic()
             print(f"seed {seed}: {operations} operations, {told - began:.0f} s")

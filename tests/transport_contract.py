@@ -188,7 +188,7 @@ class TransportContract:
                 job.result(LIMIT_S)
 
     def test_a_queue_keeps_its_order(self) -> None:
-        """Two counters on one queue: the first is never behind the second."""
+        """Two counters of puts on a queue: the first is never behind the second."""
         turns = 3000
         with connected(self.create, 2, 4096, 4096) as (writer, reader):
             first, second = reader.receive.address, reader.receive.address + LINE
@@ -198,7 +198,7 @@ class TransportContract:
                     requests = []
                     for value in range(turn, turn + 3):
                         requests.append(wr.put(1, 0, 8, 1024, 8, 0, value))
-                        requests.append(wr.counter_write(1, 0, LINE, value))
+                        requests.append(wr.put(1, 0, 8, 1024, 8, LINE, value))
                     post(writer, *requests)
                 finish(writer)
 

@@ -10,12 +10,18 @@ TRANSPORTS = ("shm",)
 
 
 def create(
-    name: str, rank: int, num_ranks: int, receive_bytes: int, send_bytes: int
-) -> Transport:
+    name: str, rank: int, num_ranks: int, receive_bytes: int, send_bytes: int,
+    on_gpu: bool = False,
+) -> Transport:  # fmt: skip
     """Make this rank's end of transport `name` with regions of the given sizes.
 
-    Raises ValueError for an unknown name, OSError where memory cannot be had.
+    on_gpu: what is sent is packed by a GPU. Raises ValueError for an unknown name,
+    OSError where memory cannot be had.
     """
+    if name == "shm" and on_gpu:
+        from transport.shm_cuda import CopyEngineTransport
+
+        return CopyEngineTransport(rank, num_ranks, receive_bytes, send_bytes)
     if name == "shm":
         from transport.shm import SharedMemoryTransport
 

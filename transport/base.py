@@ -1,10 +1,13 @@
 """What a transport is: two regions of memory a rank, queues between ranks, writes.
 
-Ordering contract, the only one the protocol relies on:
-on one (peer, queue) a counter write becomes visible at the peer only after every write
-posted to that (peer, queue) before it is visible there. Nothing is promised between
-queues or between peers. Counters are absolute values, so a repeated or a late older
-write does no harm: readers keep the largest value they have seen.
+Ordering contract, the only one the protocol relies on. On one (peer, queue)
+* the counter of a put becomes visible at the peer only after its data, and after data
+  and counters of all puts that were posted to that (peer, queue) before;
+* counters written alone become visible in the order in which they were posted. They may
+  overtake puts, and puts them.
+Nothing is promised between queues or between peers. Counters are absolute values, so a
+repeated or a late older write does no harm: readers keep the largest value they have
+seen.
 """
 
 from __future__ import annotations
@@ -15,10 +18,15 @@ import numpy as np
 
 
 class MemoryRegion(NamedTuple):
-    """Registered memory: its address in this process and its size in bytes."""
+    """Registered memory: its address and its size in bytes.
+
+    on_gpu: whether it lies in a GPU; else it is this process's own, and kernels on a
+    GPU need it pinned.
+    """
 
     address: int
     num_bytes: int
+    on_gpu: bool = False
 
 
 class TransportError(RuntimeError):

@@ -143,3 +143,10 @@ def compile_kernel(kernel: Any, args: tuple[Any, ...]) -> None:
 def make_runtime(name: str, num_threads: int) -> Runtime:
     """Stream and memory for one Buffer, on the calling thread's current device."""
     return Runtime(name, num_threads)
+
+
+def use_gpu(index: int) -> None:
+    """Have the calling thread work on GPU `index` of this host, counted round."""
+    import cupy
+
+    cupy.cuda.Device(index % cupy.cuda.runtime.getDeviceCount()).use()

@@ -18,34 +18,22 @@ from cuda.bindings import driver
 from numba import types
 
 from numba_ep.device.memory import Memory
+from transport.cuda_driver import (
+    call,
+    create_stream,
+    current_device,
+    device_address,
+    register,
+    unregister,
+)
 
 LANES = 32
 QUERIES_BEFORE_SLEEP = 200  # some 100 us of polling: most kernels end in that time
 SLEEP_S = 50e-6
 
 _HOST_FLAGS = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
-_REGISTER_FLAGS = (
-    driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
-)
-
 _lock = threading.Lock()
-# CUDA registers a range once a process, while several ranks of a process may share it.
-_registered: dict[tuple[int, int], int] = {}
 _functions: dict[tuple[Any, int], Any] = {}  # by kernel and context
-
-
-def call(function: Any, *args: Any) -> Any:
-    """What a driver function returns after its status.
-
-    Raises RuntimeError with the function's and the error's name.
-    """
-    status, *results = function(*args)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        _, text = driver.cuGetErrorString(status)
-        raise RuntimeError(
-            f"{function.__name__}: {status.name}: {(text or b'unknown error').decode()}"
-        )
-    return results[0] if len(results) == 1 else results
 
 
 def _flatten(values: tuple[Any, ...], leaves: list[Any]) -> list[Any]:
@@ -94,11 +82,9 @@ class Runtime:
 
     def __init__(self, name: str, num_threads: int) -> None:
         self.name = name
-        self._device, self._context = _current_device()
+        self._device, self._context = current_device()
         self._enter()
-        # Non-blocking: the default stream waits for all others, and they for it.
-        flag = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        self._stream = call(driver.cuStreamCreate, flag)
+        self._stream = create_stream()
         self.stream = int(self._stream)  # the handle, for other libraries
         # What a Buffer's end sets; kernels on a GPU leave by the abort word alone.
         self.abort: Callable[[], None] = lambda: None
@@ -176,18 +162,13 @@ class Runtime:
         self._host_memory.append(address)
         ctypes.memset(address, 0, num_bytes)
         host = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
-        return Memory(_device_address(address), num_bytes, host)
+        return Memory(device_address(address), num_bytes, host)
 
     def register(self, address: int, num_bytes: int) -> int:
         """Pin existing host memory until `close`; returns its address for kernels."""
         self._enter()
-        place = (address, num_bytes)
-        with _lock:
-            if place not in _registered:
-                call(driver.cuMemHostRegister, address, num_bytes, _REGISTER_FLAGS)
-            _registered[place] = _registered.get(place, 0) + 1
-        self._registered.append(place)
-        return _device_address(address)
+        self._registered.append((address, num_bytes))
+        return register(address, num_bytes)
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
         """Wait until all launches have ended; other Python threads run meanwhile.
@@ -248,21 +229,11 @@ class Runtime:
         self._enter()
         call(driver.cuStreamDestroy, self._stream)
         for place in self._registered:
-            _unregister(place)
+            unregister(*place)
         for address in self._device_memory:
             call(driver.cuMemFree, address)
         for address in self._host_memory:
             call(driver.cuMemFreeHost, address)
-
-
-def _current_device() -> tuple[Any, Any]:
-    """The calling thread's device (or the first one) and its primary context."""
-    call(driver.cuInit, 0)
-    current = call(driver.cuCtxGetCurrent)
-    device = (
-        call(driver.cuCtxGetDevice) if int(current) else call(driver.cuDeviceGet, 0)
-    )
-    return device, call(driver.cuDevicePrimaryCtxRetain, device)
 
 
 def load(kernel: Any, args: tuple[Any, ...]) -> Any:
@@ -271,7 +242,7 @@ def load(kernel: Any, args: tuple[Any, ...]) -> Any:
     Loading may wait for running kernels. So every kernel must be loaded before the
     first one runs that waits for another rank.
     """
-    _, context = _current_device()
+    _, context = current_device()
     key = (kernel, int(context))
     with _lock:
         if key not in _functions:
@@ -284,15 +255,3 @@ def load(kernel: Any, args: tuple[Any, ...]) -> Any:
             call(driver.cuFuncLoad, function)
             _functions[key] = function
     return _functions[key]
-
-
-def _device_address(address: int) -> int:
-    return int(call(driver.cuMemHostGetDevicePointer, address, 0))
-
-
-def _unregister(place: tuple[int, int]) -> None:
-    with _lock:
-        _registered[place] -= 1
-        if _registered[place] == 0:
-            del _registered[place]
-            call(driver.cuMemHostUnregister, place[0])

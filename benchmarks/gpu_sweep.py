@@ -1,0 +1,64 @@
+"""Wire GB/s over configs, one rank a GPU: which SMs, rings and chunks carry the link.
+
+    mpirun -np 2 python benchmarks/gpu_sweep.py 8:1024:128 20:400:50 ...
+
+Each argument is num_sms:capacity:chunk. DeepEP's sizes (4096 tokens, hidden 7168, top-8
+of 256 experts); medians of 5, cached dispatch and combine.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numba_ep
+from numba_ep import device as devices
+from numba_ep.group import members
+from numba_ep.selfcheck import Sizes
+from numba_ep.tuning import Tuner
+
+SIZES = Sizes(4096, 7168, 8, 256, 0)
+
+
+def main() -> None:
+    """Time every config; a line each."""
+    comm = numba_ep.world()
+    ranks = members(comm)
+    device = devices.select("cuda")
+    hosts = ranks.allgather(socket.gethostname())
+    device.use_gpu(hosts[: ranks.rank].count(hosts[ranks.rank]))
+    configs = []
+    for text in sys.argv[1:]:
+        num_sms, capacity, chunk = (int(part) for part in text.split(":"))
+        configs.append(numba_ep.Config(num_sms, chunk, capacity, chunk, capacity))
+    num_bytes = max(
+        config.get_rdma_buffer_size_hint(2 * SIZES.hidden, ranks.num_ranks, 8)
+        for config in configs
+    )
+    most = max(config.num_channels for config in configs)
+    with numba_ep.Buffer(
+        comm, num_rdma_bytes=num_bytes, num_qps_per_rank=most, device="cuda"
+    ) as buffer:
+        tuner = Tuner(buffer, ranks, SIZES, True, repeats=5)
+        if ranks.rank == 0:
+            print("wire (raw) GB/s   dispatch fp8     dispatch bf16    combine bf16")
+        for config in configs:
+            figures = [
+                tuner.dispatch("fp8", config),
+                tuner.dispatch("bf16", config),
+                tuner.combine(config),
+            ]
+            parts = [
+                f"{f.wire_gbps:6.1f} ({f.raw_gbps:4.1f}) {f.time_us:6.0f}us"
+                for f in figures
+            ]
+            if ranks.rank == 0:
+                shape = f"{config.num_sms}:{config.capacity}:{config.chunk}"
+                print(f"{shape:<12}" + "  ".join(parts), flush=True)
+
+
+if __name__ == "__main__":
+    main()
