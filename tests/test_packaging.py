@@ -81,7 +81,7 @@ BORDER = {
 # Packages that not every machine has, or that are slow or heavy to load.
 CONFINED = {
     "numba.cuda": ["numba_ep/device/cuda*.py"],
-    "cuda": ["numba_ep/device/cuda*.py"],
+    "cuda": ["numba_ep/device/cuda*.py", "transport/*cuda*.py"],
     "pyverbs": ["transport/verbs.py"],
     "mpi4py": ["numba_ep/group.py"],
     "torch": ["numba_ep/group.py", "numba_ep/arrays.py"],
