@@ -377,7 +377,7 @@ TRANSPORT = [
         "transport/shm.py",
         "            stream_fence()\n",
         "",
-        ("compiled tests/test_transport.py -k every_word",),
+        ("compiled tests/test_transport.py -k streamed_lines",),
     ),
     Mutant(
         "pages of shared memory are not reserved",
@@ -395,7 +395,7 @@ DEVICE = [
         "def st_release(base: int, index: int, value: int) -> None:\n"
         "    stream_fence()\n",
         "def st_release(base: int, index: int, value: int) -> None:\n",
-        ("compiled tests/test_device_names.py -k copied_row",),
+        ("compiled tests/test_device_names.py -k streamed_lines",),
     ),
     Mutant(
         "the last bytes of a row are not copied",

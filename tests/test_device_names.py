@@ -7,6 +7,7 @@ check the python target, and so do a few tests of its own.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from numba import int64
 
 from numba_ep import device
 from transport.atomics import read_word, write_word
@@ -272,6 +274,31 @@ def test_a_release_passes_a_copied_row_on(runtime: Any, block_words: int) -> Non
     run(runtime, pass_rows_kernel, (1, 2), *args)
     assert flag[[0, LINE]].tolist() == [MANY] * 2
     assert wrong[0] == 0
+
+
+def copies_then(release: Callable[..., Any]) -> Callable[..., Any]:
+    @cuda.jit(device=True)
+    def copy(to: int, of: int, flag: int) -> None:
+        copy_row(to, of, ROW_BYTES)
+        release(flag, 0, 1)
+
+    return copy
+
+
+@pytest.mark.skipif(JIT_DISABLED, reason="looks at machine code")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="looks at x86's code")
+@pytest.mark.parametrize(
+    "release", [st_release, st_release_block, st_release_host, add_release_block]
+)
+def test_a_release_waits_for_streamed_lines(release: Callable[..., Any]) -> None:
+    """The same in the code itself, whatever cores the two warps happen to get."""
+    copy = copies_then(release)
+    copy.compile((int64, int64, int64))
+    (code,) = copy.inspect_asm().values()
+    streamed = [m.start() for m in re.finditer(r"\bv?movnt", code)]
+    fences = [m.start() for m in re.finditer(r"\bsfence", code)]
+    assert streamed
+    assert any(fence > max(streamed) for fence in fences)
 
 
 # The whole system.

@@ -6,6 +6,8 @@ import errno
 import fcntl
 import mmap
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -16,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numba import int64
 from transport_contract import TransportContract, connected, view
 
 import transport
 from transport import TransportError, shm
+from transport.jit import JIT_DISABLED, host
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 30.0
@@ -289,3 +293,14 @@ def test_c55_a_really_small_dev_shm() -> None:
     assert all("--shm-size" in text for text in texts)
     assert left == "left: []"
     assert time.monotonic() - since < 60
+
+
+@pytest.mark.skipif(JIT_DISABLED, reason="looks at machine code")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="looks at x86's code")
+def test_the_code_waits_for_streamed_lines_before_the_counter() -> None:
+    """Whatever cores writer and reader happen to get in the contract's tests."""
+    post = host.jit(shm._post.py_func, cache=False)
+    post.compile((int64[:, ::1], int64[::1], int64[::1], int64, int64[::1]))
+    (code,) = post.inspect_asm().values()
+    assert re.search(r"\bv?movnt", code)
+    assert re.search(r"\bsfence", code)

@@ -138,7 +138,7 @@ def hammer(end: Any, peer: int, count: int, size: int) -> None:
     finish(end)
 
 
-ROW_WORDS = 128
+ROW_WORDS = 4096
 
 
 def _stale_words(counter: int, row: int, turns: int) -> int:
@@ -214,7 +214,7 @@ class TransportContract:
 
     def test_every_word_is_there_before_the_counter(self) -> None:
         """A reader that is as fast as it can be, against many small writes."""
-        rows, rounds, row_bytes = 64, 100, 8 * ROW_WORDS
+        rows, rounds, row_bytes = 16, 600, 8 * ROW_WORDS
         size = rows * row_bytes
         with connected(self.create, 2, size, size) as (writer, reader):
             view(reader.receive)[:] = 0
