@@ -100,7 +100,8 @@ class Buffer:
     def destroy(self) -> None:
         """Collective: wait until no peer needs this rank's memory, and release it.
 
-        Returns also where a peer is gone; a second call does nothing.
+        Returns also after an abort; a second call does nothing. PeerTimeout where a
+        peer does not come in time.
         """
         self._endpoint.destroy()
 

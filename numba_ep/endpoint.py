@@ -18,7 +18,7 @@ from numba_ep import device as devices
 from numba_ep.bounce import receive_map, row_bytes, send_map
 from numba_ep.closing import close_locally, leave, leave_mpi_alone
 from numba_ep.config import MAX_EXPERTS
-from numba_ep.errors import BufferAborted, aborted
+from numba_ep.errors import BufferAborted, PeerTimeout, aborted
 from numba_ep.group import Members
 from numba_ep.kernels.records import (
     ABORT,
@@ -257,13 +257,18 @@ class Endpoint:
     def destroy(self) -> None:
         """Collective: say farewell on every queue, wait for every peer's, release.
 
-        After an abort, or where a peer does not come in time, local and without error.
+        After an abort local and without error. Raises PeerTimeout where a peer does not
+        come in time: it may be at work still, and has heard that nobody waits for it.
         """
         if not self._close.alive:
             return
         timeout_s = self.settings.timeout_s
         met = self.ended_by is None and self.runtime.synchronize(timeout_s)
-        met = met and self._part()
+        late = self._part() if met else -1
+        is_late = late >= 0 and not self._abort_word()
+        if is_late:
+            self.proxy.abort(wr.ABORT_TIMEOUT, late)
+        met = met and late < 0 and not self._abort_word()
         if not met and wr.abort_parts(self._abort_word())[0] != wr.ABORT_LEFT:
             leave_mpi_alone()
         self._close.detach()
@@ -271,12 +276,19 @@ class Endpoint:
             self.proxy, self.transport, self.runtime, self.at_close,
             keep_memory=not met,
         )  # fmt: skip
+        if is_late:
+            raise PeerTimeout(
+                f"rank {self.rank}: rank {late} did not come to destroy within "
+                f"{timeout_s:g} s; is it still at work? Give the Buffer a longer "
+                "timeout_s",
+                late,
+            )
 
-    def _part(self) -> bool:
-        """Whether every peer's farewell came on every queue."""
+    def _part(self) -> int:
+        """Say farewell and wait for the peers': -1, or the rank that is waited for."""
         deadline = time.monotonic() + self.settings.timeout_s
         if not self.proxy.drain(self.settings.timeout_s):
-            return False
+            return self.rank
         at, queues = self._receive_map["farewell"], self.settings.max_channels
         own = at + self.rank * queues * LINE_BYTES
         batch = [
@@ -292,9 +304,10 @@ class Endpoint:
             for queue in range(queues if peer != self.rank else 0):
                 while not read_word(base + queue * LINE_BYTES):
                     if time.monotonic() > deadline or self._abort_word():
-                        return False
+                        return peer
                     time.sleep(0.0002)
-        return self.proxy.drain(max(0.1, deadline - time.monotonic()))
+        met = self.proxy.drain(max(0.1, deadline - time.monotonic()))
+        return -1 if met else self.rank
 
 
 def _host_address(memory: Any) -> int:

@@ -859,12 +859,17 @@ def test_9_a_peer_that_does_not_come_is_not_waited_for_longer_than_the_timeout(
         group.Barrier()
         since = time.monotonic()
         if buffer.rank == 0:
-            buffer.destroy()
+            with pytest.raises(PeerTimeout, match="rank 1 did not come") as raised:
+                buffer.destroy()
+            assert raised.value.culprit == 1
             buffer.destroy()
             with pytest.raises(RuntimeError, match="destroyed"):
                 buffer.get_dispatch_layout(np.zeros((1, 1), np.int64), 4)
         took = time.monotonic() - since
         group.Barrier()
+        if buffer.rank == 1:
+            with pytest.raises(PeerTimeout, match="rank 1 did not answer"):
+                dispatch(buffer, case, answer(case))  # it has heard
         buffer.destroy()
         return took
 
