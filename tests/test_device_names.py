@@ -276,7 +276,7 @@ def test_a_release_passes_a_copied_row_on(runtime: Any, block_words: int) -> Non
     assert wrong[0] == 0
 
 
-def copies_then(release: Callable[..., Any]) -> Callable[..., Any]:
+def copies_then(release: Callable[..., Any]) -> Any:
     @cuda.jit(device=True)
     def copy(to: int, of: int, flag: int) -> None:
         copy_row(to, of, ROW_BYTES)
