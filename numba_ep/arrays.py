@@ -53,6 +53,13 @@ def address(array: Any) -> int:
     return int(array.data.ptr)
 
 
+def current_stream(array: Any) -> int:
+    """Handle of the stream on which the caller works with arrays like this one."""
+    if module_of(array) == "torch":
+        return int(sys.modules["torch"].cuda.current_stream().cuda_stream)
+    return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+
+
 def element_strides(array: Any) -> tuple[int, ...]:
     """Strides in elements."""
     if module_of(array) == "torch":

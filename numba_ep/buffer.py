@@ -170,7 +170,8 @@ class Buffer:
             address(per_rank), address(per_expert), address(in_rank),
             self._endpoint.notify_scratch.address,
         )  # fmt: skip
-        self._endpoint.launch_local(layout_kernel, record)
+        warps = self._endpoint.device.ONE_BLOCK_WARPS
+        self._endpoint.run_local(topk_idx, layout_kernel, 1, warps, (record,))
         return per_rank, None, per_expert, in_rank, EventOverlap()
 
     # Dispatch.
@@ -212,7 +213,9 @@ class Buffer:
         """
         from numba_ep.dispatch import Dispatch
 
-        operation = Dispatch(self._endpoint, expert_alignment, num_worst_tokens)
+        operation = Dispatch(
+            self._endpoint, expert_alignment, num_worst_tokens, async_finish
+        )
         with operation.opened():
             if config is None:
                 config = self.get_dispatch_config(self.group_size)
@@ -223,7 +226,9 @@ class Buffer:
             else:
                 operation.prepare_cached(x, handle, topk_idx, topk_weights, config)
         with operation.under_way():
-            return operation.deliver()
+            result = operation.deliver()
+        operation.end()
+        return result
 
     # Combine.
 
@@ -250,14 +255,16 @@ class Buffer:
         """
         from numba_ep.combine import Combine
 
-        operation = Combine(self._endpoint)
+        operation = Combine(self._endpoint, async_finish)
         with operation.opened():
             if config is None:
                 config = self.get_combine_config(self.group_size)
             _check_events(previous_event, async_finish, allocate_on_comm_stream)
             operation.prepare(x, handle, topk_weights, bias, config)
         with operation.under_way():
-            return operation.deliver()
+            result = operation.deliver()
+        operation.end()
+        return result
 
 
 def _check_events(

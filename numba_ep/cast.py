@@ -32,6 +32,5 @@ def cast_to_fp8(x: Any, buffer: Buffer) -> tuple[Any, Any]:
     scales = empty(x, (num_tokens, num_scales), "float32")
     args = (address(x), address(cast), address(scales), num_tokens * num_scales)
     blocks, warps = endpoint.device.CAST_GRID
-    endpoint.runtime.launch_local(cast_kernel, blocks, warps, args)
-    endpoint.runtime.synchronize()
+    endpoint.run_local(x, cast_kernel, blocks, warps, args)
     return cast, scales

@@ -60,5 +60,5 @@ class Combine(Operation):
             bias_1=biases[1],
         )
         to = Payload(combined, None, None, weights, BFLOAT16)
-        self.launch(combine_kernel, plan, arrivals, to)
-        return combined, weights, EventOverlap()
+        used = handle, self.biases
+        return combined, weights, self.launch(combine_kernel, plan, arrivals, to, used)

@@ -28,9 +28,10 @@ class Dispatch(Operation):
     handle: Handle
 
     def __init__(
-        self, endpoint: Endpoint, expert_alignment: int, num_worst_tokens: int
-    ) -> None:
-        super().__init__(endpoint)
+        self, endpoint: Endpoint, expert_alignment: int, num_worst_tokens: int,
+        async_finish: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(endpoint, async_finish)
         self.expert_alignment = expert_alignment
         self.num_worst_tokens = num_worst_tokens
 
@@ -59,7 +60,7 @@ class Dispatch(Operation):
         config: Config,
     ) -> None:  # fmt: skip
         """Check everything for a fresh dispatch; make the handle and the notice."""
-        self.kind = Kind.DISPATCH
+        self.kind, self.needs_counts = Kind.DISPATCH, True
         self.check_config(config)
         self._check_numbers()
         payload = checks.check_payload(x, topk_idx, topk_weights, self.on_gpu)
@@ -157,13 +158,12 @@ class Dispatch(Operation):
             bias_0=0,
             bias_1=0,
         )
-        self.launch(dispatch_kernel, plan, arrivals, to)
+        event = self.launch(dispatch_kernel, plan, arrivals, to, handle)
         recv_x = to.x if to.scales is None else (to.x, to.scales)
         if not fresh:
-            return recv_x, None, None, None, None, EventOverlap()
+            return recv_x, None, None, None, None, event
         counts = self.words[RESULT_EXPERTS:][: handle.num_experts // self.num_ranks]
         per_expert = [] if self.num_worst_tokens else counts.tolist()
-        event = EventOverlap()
         return recv_x, to.topk_idx, to.topk_weights, per_expert, handle, event
 
     def _complete(self, received: int) -> Handle:

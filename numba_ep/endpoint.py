@@ -7,6 +7,8 @@ operation is here. Construction and `destroy` are collective, nothing else is.
 from __future__ import annotations
 
 import functools
+import os
+import socket
 import time
 import weakref
 from typing import Any
@@ -15,9 +17,9 @@ import numpy as np
 
 import transport
 from numba_ep import device as devices
+from numba_ep.arrays import current_stream
 from numba_ep.bounce import receive_map, row_bytes, send_map
 from numba_ep.closing import close_locally, leave, leave_mpi_alone
-from numba_ep.config import MAX_EXPERTS
 from numba_ep.errors import BufferAborted, PeerTimeout, aborted
 from numba_ep.group import Members
 from numba_ep.kernels.records import (
@@ -25,12 +27,12 @@ from numba_ep.kernels.records import (
     LINE_BYTES,
     RECORD,
     RECORD_FIELDS,
-    RESULT_EXPERTS,
     SCRATCH_COUNTS,
     STATE_WORDS,
     Comm,
 )
 from numba_ep.meeting import Settings, agree, all_or_none, compile_kernels
+from numba_ep.results import Results
 from transport import wr
 from transport.atomics import BELL_BYTES, read_word
 from transport.fifo import FifoReader, fifo_bytes
@@ -49,6 +51,9 @@ class Endpoint:
         self.settings = settings
         self.device = devices.select(settings.device)
         self.on_gpu = devices.target() == "cuda"
+        # Ranks of one process may share a stream, where each would wait for the others.
+        processes = members.allgather((socket.gethostname(), os.getpid()))
+        self.asynchronous = self.on_gpu and len(set(processes)) == len(processes)
         agree(members, settings)
         compile_kernels(members, self.device)
         self.runtime = self.device.make_runtime(f"numba_ep rank {self.rank}", 0)
@@ -103,9 +108,8 @@ class Endpoint:
         runtime, ranks = self.runtime, self.num_ranks
         pairs = ranks * self.settings.max_channels
         self.control = runtime.allocate_host(BELL_AT + BELL_BYTES)
-        self._abort_at = _host_address(self.control) + WORD * ABORT
-        result_words = RESULT_EXPERTS + MAX_EXPERTS // ranks
-        self.result = runtime.allocate_host(WORD * result_words)
+        self._abort_at = self.control.host_address + WORD * ABORT
+        self.results = Results(runtime, ranks, self.asynchronous, self._abort_at)
         self._fifo_memory = runtime.allocate_host(
             fifo_bytes(self.settings.max_channels, FIFO_DEPTH)
         )
@@ -131,7 +135,7 @@ class Endpoint:
             self._own = runtime.allocate(offsets["row counters"])
             own = self._own.address
         self._fifo = FifoReader(
-            _host_address(self._fifo_memory), self.settings.max_channels, FIFO_DEPTH
+            self._fifo_memory.host_address, self.settings.max_channels, FIFO_DEPTH
         )
         entries = self.settings.max_channels * FIFO_DEPTH * wr.ENTRY_BYTES
         pairs = self.num_ranks * self.settings.max_channels
@@ -209,10 +213,21 @@ class Endpoint:
     def launch(
         self, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]
     ) -> None:
-        """Run a kernel that may wait for peers; raises what ended the Buffer."""
+        """Start a kernel that may wait for peers; raises what ended the Buffer."""
         self.raise_if_ended()
         self.runtime.launch(kernel, blocks, warps, args)
-        self.runtime.synchronize()
+        if not self.asynchronous:
+            self.runtime.synchronize()
+            self.raise_if_ended()
+
+    def begin(self, like: Any) -> None:
+        """On a GPU: all that follows begins after what the caller's stream holds."""
+        if self.on_gpu:
+            self.runtime.wait_for(current_stream(like))
+
+    def wait_until(self, operation: int) -> None:
+        """Wait for the end of an operation; raise what became of it."""
+        self.results.read_until(operation)
         self.raise_if_ended()
 
     def settle(self) -> None:
@@ -221,13 +236,19 @@ class Endpoint:
         Peers need what the kernels asked for, and the caller may go on to a call that
         keeps the interpreter's lock from the proxy, as MPI.Finalize does.
         """
-        if not self._abort_word():
+        if not self.asynchronous and not self._abort_word():
             self.proxy.drain(min(1.0, self.settings.timeout_s))
 
-    def launch_local(self, kernel: Any, *args: Any) -> None:
-        """Run a kernel of one block that waits for nobody."""
-        self.runtime.launch_local(kernel, 1, self.device.ONE_BLOCK_WARPS, args)
-        self.runtime.synchronize()
+    def run_local(
+        self, like: Any, kernel: Any, blocks: int, warps: int, args: tuple[Any, ...]
+    ) -> None:
+        """Run a kernel that waits for nobody between what the caller's stream does."""
+        self.begin(like)
+        self.runtime.launch_local(kernel, blocks, warps, args)
+        if self.asynchronous:
+            self.runtime.let_wait(current_stream(like), self.runtime.mark())
+        else:
+            self.runtime.synchronize()
 
     def raise_if_ended(self) -> None:
         """Raise BufferAborted, RuntimeError after destroy; the first cause stays."""
@@ -236,7 +257,7 @@ class Endpoint:
         if self.ended_by is None:
             value = self._abort_word()
             if value:
-                words = _words(self.control)[RECORD : RECORD + len(RECORD_FIELDS)]
+                words = self.control.host.view(np.int64)[RECORD:][: len(RECORD_FIELDS)]
                 self.ended_by = aborted(
                     self.rank, value, words, self.settings.timeout_s, self.proxy.error
                 )
@@ -247,10 +268,6 @@ class Endpoint:
 
     def _abort_word(self) -> int:
         return int(read_word(self._abort_at))
-
-    def result_words(self) -> np.ndarray:
-        """What notify left: [..] int64, see RESULT_* in kernels/records.py."""
-        return _words(self.result)
 
     # The end.
 
@@ -308,11 +325,3 @@ class Endpoint:
                     time.sleep(0.0002)
         met = self.proxy.drain(max(0.1, deadline - time.monotonic()))
         return -1 if met else self.rank
-
-
-def _host_address(memory: Any) -> int:
-    return int(memory.host.ctypes.data)
-
-
-def _words(memory: Any) -> np.ndarray:
-    return memory.host.view(np.int64)

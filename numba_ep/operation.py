@@ -17,16 +17,11 @@ from numba_ep import checks
 from numba_ep.checks import DTYPE_CODES, BufferTooSmall, Payload
 from numba_ep.config import Config, Kind, Refusal
 from numba_ep.endpoint import WORD, Endpoint
-from numba_ep.errors import refused
+from numba_ep.errors import RefusedError
+from numba_ep.handle import EventOverlap
 from numba_ep.kernels.notify import notify_kernel
 from numba_ep.kernels.records import (
     LINE_WORDS,
-    RESULT_CULPRIT,
-    RESULT_EXPECTED,
-    RESULT_FIELD,
-    RESULT_GOT,
-    RESULT_OPERATION,
-    RESULT_REFUSAL,
     Arrivals,
     Header,
     Notice,
@@ -43,14 +38,17 @@ class Operation:
 
     kind: Kind
     config: Config
-    payload: Payload
+    payload: Payload = None  # type: ignore[assignment]
+    needs_counts = False  # whether the host must know what the rows say
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, async_finish: bool) -> None:
         self.endpoint = endpoint
         self.num_ranks = endpoint.num_ranks
         self.on_gpu = endpoint.on_gpu
         self.header, self.notice = EMPTY_HEADER, EMPTY_NOTICE
         self.words: Any = None
+        self.async_finish = async_finish
+        self.number = 0  # of the operation, where its end is not waited for
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -58,6 +56,8 @@ class Operation:
         self.endpoint.raise_if_ended()
         error: Exception | None = None
         try:
+            # What is raised here refuses this operation, too: ranks stay in step.
+            self.endpoint.results.read_earlier()
             yield
         except Exception as caught:  # noqa: BLE001 (raised when all ranks know)
             error = caught
@@ -67,10 +67,15 @@ class Operation:
             status = Refusal.BUFFER_TOO_SMALL if small else Refusal.INVALID_ARGUMENT
             header = EMPTY_HEADER._replace(status=int(status))
             notice = EMPTY_NOTICE
+        if self.payload is not None:
+            self.endpoint.begin(self.payload.x)
+        results = self.endpoint.results
         notice = notice._replace(
-            result=self.endpoint.result.address,
+            results=results.memory.address,
+            result_bytes=results.result_bytes,
             scratch=self.endpoint.notify_scratch.address,
         )
+        results.num_operations += 1
         warps = self.endpoint.device.ONE_BLOCK_WARPS
         args = (self.endpoint.comm, header, notice)
         try:
@@ -80,12 +85,13 @@ class Operation:
                 self.endpoint.settle()
                 # Says more than that a peer, which may have the same error, has left.
                 raise error
-        self.words = self.endpoint.result_words().copy()
-        if self.words[RESULT_REFUSAL]:
-            self.endpoint.settle()
-            fields = (RESULT_OPERATION, RESULT_REFUSAL, RESULT_CULPRIT, RESULT_FIELD)
-            about = (*fields, RESULT_EXPECTED, RESULT_GOT)
-            raise refused(*(int(self.words[i]) for i in about))
+        if self.needs_counts or not results.asynchronous:
+            try:
+                self.words = results.words(results.num_operations)
+            except RefusedError:
+                self.endpoint.settle()
+                raise
+            self.endpoint.raise_if_ended()
 
     def check_config(self, config: Config) -> None:
         """Keep `config` if this Buffer has the channels for it."""
@@ -118,15 +124,36 @@ class Operation:
             self.endpoint.runtime.abort()
             raise
 
-    def launch(self, kernel: Any, plan: Plan, arrivals: Arrivals, to: Payload) -> None:
-        """Move `payload` by `plan`; what arrives goes to `to` by `arrivals`."""
+    def launch(
+        self, kernel: Any, plan: Plan, arrivals: Arrivals, to: Payload, used: Any
+    ) -> EventOverlap:
+        """Move `payload` by `plan`; what arrives goes to `to` by `arrivals`.
+
+        used: what else the kernel reads, and must live as long as it runs.
+        """
         warps = self.endpoint.device.WARPS_PER_BLOCK
         blocks = 2 * self.config.num_channels
         ring = self._ring(blocks, warps)
         sent, received = self.payload.rows(), to.rows()
         args = (self.endpoint.comm, ring, plan, arrivals, sent, received)
         self.endpoint.launch(kernel, blocks, warps, args)
-        self.endpoint.settle()
+        if not self.endpoint.asynchronous:
+            return EventOverlap()
+        self.number = self.endpoint.results.leave((self.payload, to, used))
+        if self.async_finish:
+            return EventOverlap(self.wait)
+        return EventOverlap()
+
+    def wait(self) -> None:
+        """Until the kernels have ended; raises what became of the operation."""
+        self.endpoint.wait_until(self.number)
+
+    def end(self) -> None:
+        """Before the call returns: see that nobody needs it for the rest."""
+        if not self.endpoint.asynchronous:
+            self.endpoint.settle()
+        elif not self.async_finish:
+            self.wait()
 
     def _ring(self, blocks: int, warps: int) -> Ring:
         config, slot, ranks = self.config, self.payload.slot_bytes, self.num_ranks

@@ -89,9 +89,17 @@ class Tuner:
     def _measure(
         self, call: Callable[[], Any], bytes_a_row: int, slot: int, config: Config
     ) -> Figure:
-        call()
+        endpoint = self.buffer._endpoint
+
+        def whole() -> None:
+            call()
+            endpoint.runtime.synchronize()
+
+        whole()
+        endpoint.proxy.drain(endpoint.settings.timeout_s)
         before = self.buffer.statistics().put_bytes
-        seconds = self._slowest_median(call)
+        seconds = self._slowest_median(whole)
+        endpoint.proxy.drain(endpoint.settings.timeout_s)
         posted = (self.buffer.statistics().put_bytes - before) / self.repeats
         algorithm = float(self.rows_to.sum()) * bytes_a_row
         puts = self._plain_puts(slot, config)

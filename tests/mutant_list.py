@@ -264,7 +264,8 @@ NOTIFY = [
         KERNELS + "notify.py",
         "    verdict = NOT_JUDGED\n    if wait",
         "    verdict = NOT_JUDGED\n"
-        "    st_release(notice.result, RESULT_OPERATION, operation)\n    if wait",
+        "    st_release(result_of(notice, operation), RESULT_OPERATION, operation)\n"
+        "    if wait",
         ("tests/test_invariants.py -k in_python_5",),
     ),
     Mutant(
@@ -285,14 +286,14 @@ COMBINE = [
     Mutant(
         "rows are added by descending rank",
         KERNELS + "combine.py",
-        "        for i in range(count):\n            total = add_bf16x8",
-        "        for i in range(count - 1, -1, -1):\n            total = add_bf16x8",
+        "        for i in range(count):\n            slot = load",
+        "        for i in range(count - 1, -1, -1):\n            slot = load",
     ),
     Mutant(
         "the biases are added last",
         KERNELS + "combine.py",
-        "            total = load_bf16x8(arrivals.bias_0 + first, group)\n",
-        "            total = zeros_f32x8()\n",
+        "        total = load_bf16x8(arrivals.bias_0 + first, group)\n",
+        "        total = zeros_f32x8()\n",
     ),
     Mutant(
         "a receiver does not look ahead for what it needs next",

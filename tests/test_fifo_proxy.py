@@ -643,13 +643,13 @@ def test_c04_a_rank_is_slow_to_read_what_notify_left(
 
     def sleepy(buffer: Any) -> None:
         if buffer.rank == slow_rank:
-            endpoint, read = buffer._endpoint, buffer._endpoint.result_words
+            results, read = buffer._endpoint.results, buffer._endpoint.results.words
 
-            def late() -> np.ndarray:
+            def late(operation: int) -> np.ndarray:
                 time.sleep(0.03)
-                return read()
+                return read(operation)
 
-            monkeypatch.setattr(endpoint, "result_words", late)
+            monkeypatch.setattr(results, "words", late)
 
     case = Case([64, 64], 64, 2, 8, Config(2, 2, 4, 2, 4))
     run_case(case, 4, barriers=False, before=sleepy)

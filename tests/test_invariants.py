@@ -73,6 +73,7 @@ from numba_ep.kernels.records import (
     RESULT_EXPERTS,
     RESULT_OPERATION,
     RESULT_RECEIVED,
+    RESULTS,
     STATE_OPERATION,
     STATE_VERDICT,
     Comm,
@@ -541,6 +542,7 @@ def test_5_no_launch_argument_counts_operations() -> None:
         def recording(kernel: Any, blocks: int, warps: int, args: Any) -> None:
             # Comm, Ring and Header; the other records hold addresses of user arrays.
             fixed = [a for a in args if type(a).__name__ in ("Comm", "Ring", "Header")]
+            fixed += [a[-3:] for a in args if type(a).__name__ == "Notice"]
             seen.append([blocks, warps, fixed])
             launch(kernel, blocks, warps, args)
 
@@ -585,13 +587,14 @@ def test_5_operation_number_and_cursors_are_in_device_memory() -> None:
 
 @cuda.jit
 def watch_kernel(
-    result: int, wanted: int, turns: int, wrong: int, watched: int
+    results: int, result_bytes: int, wanted: int, turns: int, wrong: int, watched: int
 ) -> None:
     """Look at the last count as soon as the number of each operation changes."""
     last = RESULT_EXPERTS + 2047
     for turn in range(turns):
         spins = 0
         since = clock_ns()
+        result = results + (turn + 1) % RESULTS * result_bytes
         while ld_acquire(result, RESULT_OPERATION) <= turn:
             if clock_ns() - since > 10_000_000_000:
                 return
@@ -615,7 +618,8 @@ def test_5_counts_are_there_when_the_number_of_the_operation_is() -> None:
         wanted = np.ascontiguousarray(chosen[:, :, rank].sum(axis=1))
         wrong, watched = np.zeros(1, np.int32), np.zeros(1, np.int64)
         arrays = (wanted.ctypes.data, turns, wrong.ctypes.data, watched.ctypes.data)
-        args = (words(buffer._endpoint.result).ctypes.data, *arrays)
+        results = buffer._endpoint.results
+        args = (results.memory.address, results.result_bytes, *arrays)
         device.compile_kernel(watch_kernel, args)
         runtime = device.make_runtime("watch", 0)
         threading.Thread(

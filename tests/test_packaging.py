@@ -50,7 +50,7 @@ numba_ep.kernels.dispatch numba_ep.kernels.combine
 numba_ep.kernels
 numba_ep.spawn
 numba_ep.group
-numba_ep.checks numba_ep.meeting numba_ep.closing
+numba_ep.checks numba_ep.meeting numba_ep.closing numba_ep.results
 numba_ep.endpoint
 numba_ep.operation
 numba_ep.dispatch numba_ep.combine

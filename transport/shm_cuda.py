@@ -47,6 +47,11 @@ class CopyEngineTransport(SharedMemoryTransport):
         _, self._context = current_device()
         self._enter()
         self._send = call(driver.cuMemAlloc, max(send_bytes, 1))
+        # On a stream of its own: kernels do not wait for the default stream.
+        stream = create_stream()
+        call(driver.cuMemsetD8Async, self._send, 0, max(send_bytes, 1), stream)
+        call(driver.cuStreamSynchronize, stream)
+        call(driver.cuStreamDestroy, stream)
         self.send = MemoryRegion(int(self._send), send_bytes, on_gpu=True)
         self._streams: dict[tuple[int, int], Any] = {}
         self._busy: dict[tuple[int, int], Any] = {}
@@ -61,7 +66,6 @@ class CopyEngineTransport(SharedMemoryTransport):
         """Map and pin every peer's receive region."""
         super().connect(cards)
         self._enter()
-        call(driver.cuMemsetD8, self._send, 0, max(self.send.num_bytes, 1))
         for peer, card in enumerate(cards):
             if peer == self.rank:
                 self._gpu_peers.append(0)  # nothing is posted to oneself

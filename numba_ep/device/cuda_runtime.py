@@ -36,13 +36,15 @@ _lock = threading.Lock()
 _functions: dict[tuple[Any, int], Any] = {}  # by kernel and context
 
 
-def _flatten(values: tuple[Any, ...], leaves: list[Any]) -> list[Any]:
-    for value in values:
-        if isinstance(value, tuple):
-            _flatten(value, leaves)
+def _flatten(args: tuple[Any, ...]) -> list[int]:
+    """The members of all NamedTuples in line."""
+    values: list[int] = []
+    for arg in args:
+        if isinstance(arg, tuple):
+            values.extend(arg)
         else:
-            leaves.append(value)
-    return leaves
+            values.append(arg)
+    return values
 
 
 def argument_type(value: Any) -> Any:
@@ -86,6 +88,7 @@ class Runtime:
         self._enter()
         self._stream = create_stream()
         self.stream = int(self._stream)  # the handle, for other libraries
+        self._event = create_event()
         # What a Buffer's end sets; kernels on a GPU leave by the abort word alone.
         self.abort: Callable[[], None] = lambda: None
         self.bells = (0, 0)  # kernels ring none: everybody polls
@@ -102,7 +105,7 @@ class Runtime:
     def _prepared(self, kernel: Any, args: tuple[Any, ...]) -> _Prepared:
         self._enter()
         if kernel not in self._kernels:
-            count = len(_flatten(args, []))
+            count = len(_flatten(args))
             values = ctypes.create_string_buffer(8 * count)
             start = ctypes.addressof(values)
             pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
@@ -120,7 +123,7 @@ class Runtime:
         """
         function, layout, values, pointers = self._prepared(kernel, args)
         try:
-            layout.pack_into(values, 0, *_flatten(args, []))
+            layout.pack_into(values, 0, *_flatten(args))
         except struct.error as error:
             raise TypeError(
                 f"{kernel.__name__}: expected {layout.size // 8} integers of 64 bits, "
@@ -131,6 +134,34 @@ class Runtime:
         call(driver.cuLaunchKernel, function, *grid, 0, self._stream, where, 0)
 
     launch_local = launch  # the stream keeps the order of all of them
+
+    def wait_for(self, stream: int) -> None:
+        """What is launched from now on begins after all that `stream` holds now."""
+        self._enter()
+        call(driver.cuEventRecord, self._event, stream)
+        call(driver.cuStreamWaitEvent, self._stream, self._event, 0)
+
+    def mark(self) -> Any:
+        """An event behind all that was launched so far."""
+        self._enter()
+        event = create_event()
+        call(driver.cuEventRecord, event, self._stream)
+        return event
+
+    def let_wait(self, stream: int, event: Any) -> None:
+        """What is put on `stream` from now on begins after `event`."""
+        self._enter()
+        call(driver.cuStreamWaitEvent, stream, event, 0)
+
+    def is_done(self, event: Any) -> bool:
+        """Whether all before the event has ended; raises where a kernel failed."""
+        return _is_done(driver.cuEventQuery, event)
+
+    def wait(self, event: Any) -> None:
+        """Wait for the event and give it back; kernels end by themselves, in time."""
+        self._enter()
+        _poll(driver.cuEventQuery, event, None)
+        call(driver.cuEventDestroy, event)
 
     def resident_blocks(self, kernel: Any, warps: int, args: tuple[Any, ...]) -> int:
         """How many blocks of `warps` warps of `kernel` the whole GPU holds at once."""
@@ -176,17 +207,7 @@ class Runtime:
         Returns False after `timeout_s`; raises RuntimeError where a kernel failed.
         """
         self._enter()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        queries = 0
-        while (status := driver.cuStreamQuery(self._stream)[0]) != 0:
-            if status != driver.CUresult.CUDA_ERROR_NOT_READY:
-                call(driver.cuStreamQuery, self._stream)
-            if deadline is not None and time.monotonic() > deadline:
-                return False
-            queries += 1
-            if queries > QUERIES_BEFORE_SLEEP:
-                time.sleep(SLEEP_S)
-        return True
+        return _poll(driver.cuStreamQuery, self._stream, timeout_s)
 
     def copy_to_host(self, memory: Memory) -> np.ndarray:
         """A copy of `memory` after everything launched so far, [num_bytes] uint8."""
@@ -228,12 +249,38 @@ class Runtime:
         self._closed = True
         self._enter()
         call(driver.cuStreamDestroy, self._stream)
+        call(driver.cuEventDestroy, self._event)
         for place in self._registered:
             unregister(*place)
         for address in self._device_memory:
             call(driver.cuMemFree, address)
         for address in self._host_memory:
             call(driver.cuMemFreeHost, address)
+
+
+def create_event() -> Any:
+    """An event that takes no time."""
+    flag = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+    return call(driver.cuEventCreate, flag)
+
+
+def _is_done(query: Any, what: Any) -> bool:
+    status = query(what)[0]
+    if status not in (0, driver.CUresult.CUDA_ERROR_NOT_READY):
+        call(query, what)
+    return bool(status == 0)
+
+
+def _poll(query: Any, what: Any, timeout_s: float | None) -> bool:
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    queries = 0
+    while not _is_done(query, what):
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+        queries += 1
+        if queries > QUERIES_BEFORE_SLEEP:
+            time.sleep(SLEEP_S)
+    return True
 
 
 def load(kernel: Any, args: tuple[Any, ...]) -> Any:

@@ -19,3 +19,9 @@ class Memory(NamedTuple):
     num_bytes: int
     host: np.ndarray | None
     keep: Any = None
+
+    @property
+    def host_address(self) -> int:
+        """Where the host finds what kernels find at `address`."""
+        assert self.host is not None
+        return int(self.host.ctypes.data)

@@ -121,20 +121,47 @@ def wait_for_token(comm, ring, arrivals, channel, token):
 
 
 @cuda.jit(device=True)
+def biases(arrivals, first, group):
+    """What a sum begins with: bias_0 + bias_1, or +0 where there is none."""
+    total = zeros_f32x8()
+    if arrivals.bias_0 != 0:
+        # Not 0 + bias_0, which would turn -0 into +0.
+        total = load_bf16x8(arrivals.bias_0 + first, group)
+    if arrivals.bias_1 != 0:
+        total = add_bf16x8(total, arrivals.bias_1 + first, group)
+    return total
+
+
+@cuda.jit(device=True)
 def reduce_token(comm, ring, arrivals, token, count, rows):
     """bias_0 + bias_1 + the rows by ascending rank, in float32, rounded once."""
     slots = block_scratch(ring) + slots_word(comm) * 8
     first = token * rows.row_bytes
-    for group in range(lane_id(), rows.row_bytes // GROUP_BYTES, WARP_SIZE):
-        total = zeros_f32x8()
-        if arrivals.bias_0 != 0:
-            # Not 0 + bias_0, which would turn -0 into +0.
-            total = load_bf16x8(arrivals.bias_0 + first, group)
-        if arrivals.bias_1 != 0:
-            total = add_bf16x8(total, arrivals.bias_1 + first, group)
+    groups = rows.row_bytes // GROUP_BYTES
+    group = lane_id()
+    # Four at a time: one load after the other would wait for each of them.
+    while group + 3 * WARP_SIZE < groups:
+        total_0 = biases(arrivals, first, group)
+        total_1 = biases(arrivals, first, group + WARP_SIZE)
+        total_2 = biases(arrivals, first, group + 2 * WARP_SIZE)
+        total_3 = biases(arrivals, first, group + 3 * WARP_SIZE)
+        for i in range(count):
+            slot = load_i64(slots, i)
+            total_0 = add_bf16x8(total_0, slot, group)
+            total_1 = add_bf16x8(total_1, slot, group + WARP_SIZE)
+            total_2 = add_bf16x8(total_2, slot, group + 2 * WARP_SIZE)
+            total_3 = add_bf16x8(total_3, slot, group + 3 * WARP_SIZE)
+        store_bf16x8(rows.x + first, group, total_0)
+        store_bf16x8(rows.x + first, group + WARP_SIZE, total_1)
+        store_bf16x8(rows.x + first, group + 2 * WARP_SIZE, total_2)
+        store_bf16x8(rows.x + first, group + 3 * WARP_SIZE, total_3)
+        group += 4 * WARP_SIZE
+    while group < groups:
+        total = biases(arrivals, first, group)
         for i in range(count):
             total = add_bf16x8(total, load_i64(slots, i), group)
         store_bf16x8(rows.x + first, group, total)
+        group += WARP_SIZE
 
 
 @cuda.jit(device=True)

@@ -53,6 +53,7 @@ from numba_ep.kernels.rows import (
 )
 from numba_ep.kernels.verdict import (
     judge,
+    result_of,
 )
 
 INVALID_EXPERT_ID = int(Refusal.INVALID_EXPERT_ID)
@@ -142,7 +143,7 @@ def sum_received(comm, header, notice, operation):
         for src_rank in range(comm.num_ranks):
             received += load_i32(notice.recv_rank_prefix, src_rank)
             store_i32(notice.recv_rank_prefix, src_rank, received)
-        store_i64(notice.result, RESULT_RECEIVED, received)
+        store_i64(result_of(notice, operation), RESULT_RECEIVED, received)
 
 
 @cuda.jit(device=True)
@@ -151,13 +152,14 @@ def sum_experts(comm, header, notice, operation):
     experts = ROW_TOKENS + comm.num_ranks + comm.max_channels
     alignment = header.expert_alignment
     local = header.num_experts // comm.num_ranks
+    result = result_of(notice, operation)
     for expert in range(lane_id(), local, WARP_SIZE):
         total = 0
         for src_rank in range(comm.num_ranks):
             row = row_from(comm, operation, src_rank)
             total += load_i64(row, experts + expert)
         aligned = (total + alignment - 1) // alignment * alignment
-        store_i64(notice.result, RESULT_EXPERTS + expert, aligned)
+        store_i64(result, RESULT_EXPERTS + expert, aligned)
 
 
 @cuda.jit(device=True)
@@ -166,7 +168,7 @@ def conclude(comm, notice, operation, verdict):
     store_i64(comm.state, STATE_VERDICT, verdict)
     if verdict != NOT_JUDGED:
         # Released last: the host reads counts and verdict after this word.
-        st_release(notice.result, RESULT_OPERATION, operation)
+        st_release(result_of(notice, operation), RESULT_OPERATION, operation)
 
 
 @cuda.jit

@@ -120,7 +120,8 @@ class Notice(NamedTuple):
     channel_prefix: int  # out, int32 [R, C]
     recv_channel_prefix: int  # out, int32 [R, C]
     recv_rank_prefix: int  # out, int32 [R]
-    result: int  # out, words shared with the host: RESULT_*
+    results: int  # out, words shared with the host: see RESULT_*
+    result_bytes: int
     scratch: int
 
 
@@ -151,7 +152,9 @@ STATE_VERDICT = LINE_WORDS
 STATE_CLAIM = 2 * LINE_WORDS
 STATE_WORDS = 3 * LINE_WORDS
 
-# Words of Notice.result; RESULT_OPERATION is released last.
+# Words of an operation's result; RESULT_OPERATION is released last. The host may read
+# them late: operation n has place n % RESULTS.
+RESULTS = 8
 RESULT_OPERATION = 0
 RESULT_REFUSAL = 1
 RESULT_CULPRIT = 2

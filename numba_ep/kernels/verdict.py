@@ -23,6 +23,7 @@ from numba_ep.kernels.records import (
     RESULT_FIELD,
     RESULT_GOT,
     RESULT_REFUSAL,
+    RESULTS,
     ROW_TOKENS,
 )
 from numba_ep.kernels.rows import (
@@ -31,6 +32,12 @@ from numba_ep.kernels.rows import (
 
 RANKS_DISAGREE = int(Refusal.RANKS_DISAGREE)
 TOO_MANY_TOKENS = int(Refusal.TOO_MANY_TOKENS)
+
+
+@cuda.jit(device=True)
+def result_of(notice, operation):
+    """Address of the operation's result."""
+    return notice.results + operation % RESULTS * notice.result_bytes
 
 
 @cuda.jit(device=True)
@@ -93,9 +100,10 @@ def judge(comm, header, notice, operation):
         if got > expected:
             refusal = TOO_MANY_TOKENS
     if lane_id() == 0:
-        store_i64(notice.result, RESULT_REFUSAL, refusal)
-        store_i64(notice.result, RESULT_CULPRIT, culprit)
-        store_i64(notice.result, RESULT_FIELD, field)
-        store_i64(notice.result, RESULT_EXPECTED, expected)
-        store_i64(notice.result, RESULT_GOT, got)
+        result = result_of(notice, operation)
+        store_i64(result, RESULT_REFUSAL, refusal)
+        store_i64(result, RESULT_CULPRIT, culprit)
+        store_i64(result, RESULT_FIELD, field)
+        store_i64(result, RESULT_EXPECTED, expected)
+        store_i64(result, RESULT_GOT, got)
     return refusal
