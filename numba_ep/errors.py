@@ -86,9 +86,11 @@ def aborted(
     role, peer, channel, head, tail, expected, operation = (int(n) for n in record)
     waited = ""
     if role:
+        # Who waits for warps of its own rank waits twice as long (kernels/waiting.py).
+        waited_s = timeout_s * (2 if peer == rank else 1)
         waited = (
             f" (operation {operation}: the {ROLES[role]} of channel {channel} waited "
-            f"{timeout_s:g} s for rank {peer}: head {head}, tail {tail}, expected "
+            f"{waited_s:g} s for rank {peer}: head {head}, tail {tail}, expected "
             f"{expected})"
         )
     if cause == wr.ABORT_TIMEOUT:
