@@ -39,19 +39,21 @@ def tracks(events: np.ndarray) -> dict[tuple[int, str, int, int], list[int]]:
     for i, event in enumerate(events.tolist()):
         rank, kind, channel, warp = event[:4]
         role = KINDS[kind][0]
-        place = (channel, warp) if role != "proxy" else (-1, 0)
-        found.setdefault((rank, role, *place), []).append(i)
-    order = {role: i for i, role in enumerate(("notify", *ROLES))}
-    return dict(sorted(found.items(), key=lambda item: (
-        item[0][0], item[0][1] == "proxy", item[0][2], order[item[0][1]], item[0][3]
-    )))  # fmt: skip
+        if role in ("notify", "proxy"):
+            channel = -1  # they serve all channels
+        found.setdefault((rank, role, channel, warp), []).append(i)
+
+    def place(track: tuple[int, str, int, int]) -> tuple[int, ...]:
+        rank, role, channel, warp = track
+        return rank, role == "proxy", channel, ROLES.index(role), warp
+
+    return {track: found[track] for track in sorted(found, key=place)}
 
 
 def track_name(role: str, channel: int, warp: int, many_warps: bool) -> str:
     """What a thread is called."""
-    if role in ("proxy", "notify"):
-        return f"{role} warp {warp}" if many_warps else role
-    return f"channel {channel} {role}" + (f" warp {warp}" if many_warps else "")
+    name = role if channel < 0 else f"channel {channel} {role}"
+    return f"{name} warp {warp}" if many_warps and role != "proxy" else name
 
 
 def flows(events: np.ndarray) -> list[Flow]:

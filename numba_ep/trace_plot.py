@@ -10,14 +10,15 @@ from numba_ep.kernels import events as words
 from numba_ep.perfetto import track_name, tracks
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; waits are grey.
+# In this order: a later bar covers an earlier one, as a wait within a reduction.
 COLOURS = {
+    "reduce": "#56b4e9",
     "wait": "#d0d0d0",
     "send row": "#f0e442",
     "pack": "#e69f00",
     "publish": "#d55e00",
     "post": "#0072b2",
     "unpack": "#009e73",
-    "reduce": "#56b4e9",
     "return credit": "#cc79a7",
     "complete": "#000000",
 }
@@ -48,8 +49,7 @@ def draw(events: np.ndarray, ax: Any = None) -> Any:
         names.append(f"rank {rank} {track_name(role, channel, warp, many)}")
         here = events[members]
         of_kind = np.array([colour_name(kind) for kind in here["kind"].tolist()])
-        # Waits first, and what encloses others before them: later bars cover earlier.
-        for name in COLOURS if role != "receiver" else ("reduce", *COLOURS):
+        for name in COLOURS:
             chosen = here[of_kind == name]
             if len(chosen):
                 used.add(name)
