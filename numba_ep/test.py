@@ -211,7 +211,7 @@ class Run:
 
         sizes = Sizes(*self.work[:4], self.options.seed)
         tuner = Tuner(buffer, self.ranks, sizes, self.on_gpu, repeats=1)
-        with trace.record(buffer) as recorded:
+        with trace.record(buffer, 4 * trace.DEFAULT_CAPACITY) as recorded:
             tuner.journey(config)
         if self.ranks.rank == 0:
             recorded.write(self.options.trace)

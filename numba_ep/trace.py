@@ -26,7 +26,7 @@ from numba_ep.kernels import events as words
 from numba_ep.kernels.records import LINE_BYTES
 from transport import post_log, wr
 
-DEFAULT_CAPACITY = 4096
+DEFAULT_CAPACITY = 1024
 FIELDS = ("rank", "kind", "channel", "warp", "peer", "start_ns", "end_ns", "value",
           "count", "operation", "num_bytes")  # fmt: skip
 EVENT = np.dtype([(name, np.int64) for name in FIELDS])
@@ -83,8 +83,9 @@ def record(buffer: Any, capacity: int = DEFAULT_CAPACITY) -> Iterator[Trace]:
     try:
         yield trace
     except BaseException:
-        trace.events, lost = recorder.stop()
-        trace.lost = [lost]
+        with contextlib.suppress(RuntimeError):  # the first error says what is wrong
+            trace.events, lost = recorder.stop()
+            trace.lost = [lost]
         raise
     own, lost = recorder.stop()
     kernels, host = clocks.of_kernels(endpoint, recorder.word), clocks.of_rank(group)
@@ -134,10 +135,14 @@ class _Recorder:
         self._set(self.memory.address, self.records)
         self.endpoint.proxy.log = self.log
 
-    def stop(self) -> tuple[np.ndarray, int]:
-        """They do not any more: this rank's events by its own clocks, and the lost."""
-        self.endpoint.proxy.log = None
+    def pause(self) -> None:
+        """They do not any more, until the next `start`."""
         self._set(0, 0)
+        self.endpoint.proxy.log = None
+
+    def stop(self) -> tuple[np.ndarray, int]:
+        """`pause`; this rank's events by its own clocks, and how many are lost."""
+        self.pause()
         own, lost = self._kernel_events()
         posts = self._proxy_events()
         events = np.concatenate([own, posts])

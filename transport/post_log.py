@@ -40,7 +40,8 @@ class PostLog:
     """Filled by the proxy's thread alone. rows: [capacity, NUM_WORDS] int64."""
 
     def __init__(self, capacity: int) -> None:
-        self.rows = np.zeros((capacity, NUM_WORDS), np.int64)
+        # Not np.zeros, whose pages come when they are first touched.
+        self.rows = np.full((capacity, NUM_WORDS), 0, np.int64)
         self.made = _append(self.rows, 0, np.empty((0, wr.NUM_FIELDS), np.int64), 0, 0)
         self._new = 0  # posted since the last poll
         self._under_way = 0  # at the last poll, and when that was

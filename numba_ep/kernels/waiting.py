@@ -118,7 +118,7 @@ def over_peers(advance, report, waits_as, patience=FOR_A_PEER):
             steps = 0
             waits_for = -1
             goes_on = -1
-            looked = now(comm)
+            looked = now(comm)  # where this round goes on, the wait ends here
             # Every rank begins with another peer, or all would send to rank 0 at once.
             for i in range(comm.num_ranks):
                 peer = (comm.rank + i) % comm.num_ranks
