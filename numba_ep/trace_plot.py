@@ -57,9 +57,10 @@ def draw(events: np.ndarray, ax: Any = None) -> Any:
                 lengths = (chosen["end_ns"] - chosen["start_ns"]) / 1000
                 colour = COLOURS[name]
                 # A thin edge: what lasts less than a pixel is still seen.
+                edge = 0.0 if name in ("wait", "reduce") else 0.8
                 ax.broken_barh(
                     list(zip(starts, lengths)), (y - 0.4, 0.8), facecolors=colour,
-                    edgecolors=colour, linewidth=0.3,
+                    edgecolors=colour, linewidth=edge,
                 )  # fmt: skip
     ax.set_yticks(range(len(names)), names, fontsize=8)
     ax.set_ylim(len(names) - 0.5, -0.5)

@@ -317,7 +317,7 @@ def test_clocks_of_ranks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         ahead[threading.get_ident()] = group.Get_rank() * 3600 * 10**9
         return clocks.of_rank(members(group))
 
-    monkeypatch.setattr(clocks.time, "monotonic_ns", monotonic_ns)
+    monkeypatch.setattr(time, "monotonic_ns", monotonic_ns)
     first, second = numba_ep.spawn(program, 2, 60.0)
     assert first == (0, 0)
     assert second.ns == pytest.approx(-3600 * 10**9, abs=second.error_ns)
