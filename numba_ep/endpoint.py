@@ -118,6 +118,7 @@ class Endpoint:
         self._tickets = runtime.allocate(LINE_BYTES * self.settings.max_channels)
         self.notify_scratch = runtime.allocate(WORD * (SCRATCH_COUNTS + pairs))
         self._scratch = runtime.allocate(0)
+        self.trace_memory: Any = None  # numba_ep.trace
         self._own: Any = None
         self._own_rings: Any = None
 
@@ -161,6 +162,8 @@ class Endpoint:
             fifo_freed=self._fifo_memory.address + entries,
             fifo_tickets=self._tickets.address,
             fifo_depth=FIFO_DEPTH,
+            trace=0,
+            trace_records=0,
         )
 
     def _make_proxy(self) -> Proxy:

@@ -51,6 +51,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--timeout", type=float, default=30.0, help="seconds a wait may be")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the results")
+    p.add_argument(
+        "--trace", type=Path, metavar="FILE",
+        help="record one dispatch and combine more, as JSON for ui.perfetto.dev",
+    )  # fmt: skip
     return p
 
 
@@ -132,6 +136,8 @@ class Run:
         ) as buffer:
             self._check(buffer)
             results = self._time(buffer, configs)
+            if self.options.trace is not None:
+                self._trace(buffer, dispatch)
         config = {name: getattr(self.work, name) for name in SIZE_NAMES}
         return {
             "ranks": num_ranks,
@@ -197,6 +203,20 @@ class Run:
             if len(figures) > 1:
                 self.say(_line("    best", best))
         return results
+
+    def _trace(self, buffer: Any, config: Config) -> None:
+        from numba_ep import trace
+        from numba_ep.selfcheck import Sizes
+        from numba_ep.tuning import Tuner
+
+        sizes = Sizes(*self.work[:4], self.options.seed)
+        tuner = Tuner(buffer, self.ranks, sizes, self.on_gpu, repeats=1)
+        with trace.record(buffer, 4 * trace.DEFAULT_CAPACITY) as recorded:
+            tuner.journey(config)
+        if self.ranks.rank == 0:
+            recorded.write(self.options.trace)
+        lost = f", {sum(recorded.lost)} older ones lost" if any(recorded.lost) else ""
+        self.say(f"  trace: {len(recorded.events)} events{lost}: {self.options.trace}")
 
 
 def _line(name: str, figure: Any) -> str:

@@ -76,7 +76,16 @@ class Tuner:
             row_bytes, slot_bytes(row_bytes, 0, 0), config,
         )  # fmt: skip
 
+    def journey(self, config: Config) -> None:
+        """One dispatch and the combine of what it brought, without any timing."""
+        x, _ = payload(self.buffer.rank, self.sizes, "bf16")
+        received = self._fresh_dispatch(from_host(x, self.on_gpu), config)
+        self.buffer.combine(received[0], received[4], config=config)
+
     def _handle(self, sent: Any, config: Config) -> Any:
+        return self._fresh_dispatch(sent, config)[4]
+
+    def _fresh_dispatch(self, sent: Any, config: Config) -> Any:
         per_rank, _, per_expert, in_rank, _ = self.layout
         return self.buffer.dispatch(
             sent,
@@ -84,7 +93,7 @@ class Tuner:
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
             config=config,
-        )[4]
+        )
 
     def _measure(
         self, call: Callable[[], Any], bytes_a_row: int, slot: int, config: Config

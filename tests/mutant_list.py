@@ -458,7 +458,38 @@ HOST = [
     ),
 ]
 
+TRACE = [
+    Mutant(
+        "a recorder writes behind its ring",
+        KERNELS + "tracing.py",
+        "(made & (comm.trace_records - 1))",
+        "made",
+        ("tests/test_trace.py -k lost",),
+    ),
+    Mutant(
+        "a recorder counts credit twice",
+        KERNELS + "channel.py",
+        "rows = consumed - returned",
+        "rows = consumed",
+        ("tests/test_trace.py -k credited",),
+    ),
+    Mutant(
+        "a recorder takes a wait's end for its beginning",
+        KERNELS + "waiting.py",
+        "goes_on, since, looked, 0, 0)",
+        "goes_on, looked, since, 0, 0)",
+        ("tests/test_trace.py -k in_order",),
+    ),
+    Mutant(
+        "a flow of the recorder ends a chunk too late",
+        "numba_ep/perfetto.py",
+        "chunks[-1][0] <= value:",
+        "chunks[-1][0] < value:",
+        ("tests/test_trace.py -k has_one_flow",),
+    ),
+]
+
 MUTANTS = [
     *CHANNEL, *FIFO, *SENDER, *RECEIVER, *NOTIFY, *COMBINE, *WAITING, *TRANSPORT,
-    *DEVICE, *HOST,
+    *DEVICE, *HOST, *TRACE,
 ]  # fmt: skip

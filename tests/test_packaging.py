@@ -27,7 +27,7 @@ transport.wr transport.jit
 transport.atomics_jit transport.atomics_python
 transport.atomics
 transport.base transport.cuda_driver
-transport.fifo transport.shm transport.verbs
+transport.fifo transport.shm transport.verbs transport.post_log
 transport.shm_cuda
 transport.proxy
 transport
@@ -40,7 +40,9 @@ numba_ep.device.cuda_lanes numba_ep.device.cuda_rows numba_ep.device.cuda_runtim
 numba_ep.device.cpu numba_ep.device.python numba_ep.device.cuda
 numba_ep.device
 numba_ep.kernels.records
-numba_ep.bounce numba_ep.errors numba_ep.kernels.waiting
+numba_ep.bounce numba_ep.errors numba_ep.kernels.events
+numba_ep.kernels.tracing numba_ep.perfetto
+numba_ep.kernels.waiting numba_ep.trace_plot
 numba_ep.kernels.fifo
 numba_ep.kernels.channel
 numba_ep.kernels.sender numba_ep.kernels.rows
@@ -50,12 +52,12 @@ numba_ep.kernels.dispatch numba_ep.kernels.combine
 numba_ep.kernels
 numba_ep.spawn
 numba_ep.group
-numba_ep.checks numba_ep.meeting numba_ep.closing numba_ep.results
+numba_ep.checks numba_ep.meeting numba_ep.closing numba_ep.results numba_ep.clocks
 numba_ep.endpoint
 numba_ep.operation
 numba_ep.dispatch numba_ep.combine
 numba_ep.buffer
-numba_ep.cast
+numba_ep.cast numba_ep.trace
 numba_ep.selfcheck
 numba_ep.tuning
 numba_ep.test
@@ -76,6 +78,7 @@ BORDER = {
     # The endpoint makes the FIFOs and the thread that drains them into the transport.
     "transport.fifo": ["numba_ep/endpoint.py"],
     "transport.proxy": ["numba_ep/endpoint.py"],
+    "transport.post_log": ["numba_ep/trace.py"],
 }
 
 # Packages that not every machine has, or that are slow or heavy to load.
@@ -86,8 +89,9 @@ CONFINED = {
     "mpi4py": ["numba_ep/group.py"],
     "torch": ["numba_ep/group.py", "numba_ep/arrays.py"],
     "cupy": ["numba_ep/device/cuda*.py", "numba_ep/arrays.py"],
+    "matplotlib": ["numba_ep/trace_plot.py"],
 }
-LAZY = ("mpi4py", "torch", "cupy")  # imported inside of functions only
+LAZY = ("mpi4py", "torch", "cupy", "matplotlib")  # imported inside of functions only
 
 
 class Import(NamedTuple):

@@ -24,6 +24,7 @@ from transport.atomics import read_word, ring, swap_word, wait_any
 from transport.base import Transport, TransportError
 from transport.fifo import FifoReader
 from transport.jit import host
+from transport.post_log import PostLog
 
 BATCH = 64
 LIVENESS_S = 0.25
@@ -110,6 +111,7 @@ class Proxy:
         self._last_poke = 0
         self._working = False
         self.error: BaseException | None = None
+        self.log: PostLog | None = None  # set from outside, where somebody records
         self._thread = threading.Thread(
             target=self._run, name=f"numba_ep proxy {rank}", daemon=True
         )
@@ -200,6 +202,8 @@ class Proxy:
         if self._parked:
             self._retry()
         pending = self._transport.poll()
+        if (log := self.log) is not None:
+            log.polled(pending)
         self._working = bool(self._parked or pending)
         if not (count or direct or self._working):
             self._idle()
@@ -228,12 +232,16 @@ class Proxy:
             self._offer(batch)
 
     def _offer(self, batch: np.ndarray) -> None:
+        log = self.log
+        start_ns = 0 if log is None else time.monotonic_ns()
         refused = self._transport.post(batch)
         if len(refused):
             for position in refused:
                 self._park(batch[position])
             self._statistics.refused += len(refused)
             batch = np.delete(batch, refused, axis=0)
+        if log is not None:
+            log.posted(batch, start_ns)
         self._statistics.posts += 1
         _count(batch, self._counts)
 

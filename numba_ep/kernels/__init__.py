@@ -7,7 +7,7 @@
     combine   the same way back, and the sum
 
     channel   verbs that the roles share     sender, receiver   the roles' common parts
-    records   what kernels are given
+    records   what kernels are given         tracing, events    who did what, and when
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ def all_kernels() -> list[tuple[Any, tuple[Any, ...]]]:
         Ring,
         Rows,
     )
+    from numba_ep.kernels.tracing import clock_kernel
 
     def zeros(*records: Any) -> tuple[Any, ...]:
         return tuple(record(*[0] * len(record._fields)) for record in records)
 
     moves = zeros(Comm, Ring, Plan, Arrivals, Rows, Rows)
     return [
+        (clock_kernel, (0,)),
         (cast_kernel, (0, 0, 0, 0)),
         (layout_kernel, zeros(LayoutArrays)),
         (notify_kernel, zeros(Comm, Header, Notice)),

@@ -18,6 +18,7 @@ from numba_ep.device import (
     warp_broadcast,
     warp_sync,
 )
+from numba_ep.kernels.events import PUBLISH, RETURN
 from numba_ep.kernels.fifo import (
     push_counter,
     push_put,
@@ -25,6 +26,7 @@ from numba_ep.kernels.fifo import (
 from numba_ep.kernels.records import (
     LINE_BYTES,
 )
+from numba_ep.kernels.tracing import now, record_alone
 
 # Counters and cursors.
 
@@ -134,27 +136,33 @@ def poll_tail(comm, src_rank, channel, seen):
 @cuda.jit(device=True)
 def publish_chunk(comm, ring, dst_rank, channel, first, count):
     """Send `count` packed rows from position `first`; they never wrap. Lane 0 alone."""
+    since = now(comm)
     tail = cursor(comm, comm.tail_cursors, dst_rank, channel) + first + count
     if dst_rank == comm.rank:
         st_release(counter_word(comm, comm.tails_at, dst_rank, channel), 0, tail)
-        return
-    push_put(
-        comm, channel, dst_rank,
-        ring.send_at + slot_at(ring, dst_rank, channel, first),
-        # At the destination the ring is this rank's.
-        ring.receive_at + slot_at(ring, comm.rank, channel, first),
-        count * ring.slot_bytes,
-        counter_at(comm, comm.tails_at, comm.rank, channel),
-        tail,
-    )  # fmt: skip
+    else:
+        push_put(
+            comm, channel, dst_rank,
+            ring.send_at + slot_at(ring, dst_rank, channel, first),
+            # At the destination the ring is this rank's.
+            ring.receive_at + slot_at(ring, comm.rank, channel, first),
+            count * ring.slot_bytes,
+            counter_at(comm, comm.tails_at, comm.rank, channel),
+            tail,
+        )  # fmt: skip
+    record_alone(comm, PUBLISH, channel, dst_rank, since, now(comm), tail, count)
 
 
 @cuda.jit(device=True)
-def return_credit(comm, src_rank, channel, consumed):
-    """Tell the source that positions below `consumed` have been read. Lane 0 alone."""
+def return_credit(comm, src_rank, channel, returned, consumed):
+    """Tell the source that positions below `consumed` have been read, where it knows of
+    `returned`. Lane 0 alone."""
+    since = now(comm)
     head = cursor(comm, comm.head_cursors, src_rank, channel) + consumed
     if src_rank == comm.rank:
         st_release(counter_word(comm, comm.heads_at, src_rank, channel), 0, head)
-        return
-    at = counter_at(comm, comm.heads_at, comm.rank, channel)
-    push_counter(comm, channel, src_rank, at, head)
+    else:
+        at = counter_at(comm, comm.heads_at, comm.rank, channel)
+        push_counter(comm, channel, src_rank, at, head)
+    rows = consumed - returned
+    record_alone(comm, RETURN, channel, src_rank, since, now(comm), head, rows)

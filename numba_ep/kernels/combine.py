@@ -32,11 +32,13 @@ from numba_ep.device import (
     zeros_f32x8,
 )
 from numba_ep.kernels.channel import (
+    cursor,
     first_token,
     poll_tail,
     receive_slot,
     rows_on,
 )
+from numba_ep.kernels.events import REDUCE, WAIT_TAIL
 from numba_ep.kernels.receiver import (
     credit_for,
     end_receives,
@@ -52,6 +54,7 @@ from numba_ep.kernels.sender import (
     num_workers,
     sending_block,
 )
+from numba_ep.kernels.tracing import now, record
 from numba_ep.kernels.waiting import (
     FOR_A_PEER,
     FOR_OWN_WARPS,
@@ -75,12 +78,16 @@ def wait_for_row(comm, ring, arrivals, channel, src_rank, position):
     seen = load_i64(scratch, word)
     if position < seen:
         return True
+    before = seen
     spins = 0
     since = clock_ns()
     while True:
         seen = poll_tail(comm, src_rank, channel, seen)
         if position < seen:
             store_i64(scratch, word, seen)
+            tail = cursor(comm, comm.head_cursors, src_rank, channel) + seen
+            rows = seen - before
+            record(comm, WAIT_TAIL, channel, src_rank, since, now(comm), tail, rows)
             return True
         patience = FOR_OWN_WARPS if src_rank == comm.rank else FOR_A_PEER
         verdict = wait_verdict(comm, spins, since, patience)
@@ -221,6 +228,8 @@ def reduce_rows(comm, ring, arrivals, rows, channel):
     stop = first_token(arrivals.num_tokens, channel + 1, ring.num_channels)
     for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
         set_next_needed(comm, ring, arrivals, channel, token, stop, src_rank)
+    since = now(comm)
+    reduced = 0
     while token < stop:
         count = wait_for_token(comm, ring, arrivals, channel, token)
         if count < 0:
@@ -232,6 +241,11 @@ def reduce_rows(comm, ring, arrivals, rows, channel):
         if num_warps() == 1:
             return_all(comm, ring, arrivals, rows, channel)
         token += num_workers()
+        reduced += 1
+        if reduced == ring.chunk or token >= stop:
+            record(comm, REDUCE, channel, -1, since, now(comm), token, reduced)
+            since = now(comm)
+            reduced = 0
     return True
 
 

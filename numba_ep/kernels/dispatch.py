@@ -27,11 +27,13 @@ from numba_ep.device import (
     warp_sync,
 )
 from numba_ep.kernels.channel import (
+    cursor,
     poll_tail,
     receive_slot,
     rows_before,
     rows_on,
 )
+from numba_ep.kernels.events import UNPACK, WAIT_TAIL
 from numba_ep.kernels.receiver import (
     credit_for,
     end_receives,
@@ -48,6 +50,7 @@ from numba_ep.kernels.sender import (
     num_workers,
     sending_block,
 )
+from numba_ep.kernels.tracing import now, record
 from numba_ep.kernels.waiting import (
     by_warp,
     over_peers,
@@ -105,6 +108,7 @@ def unpack_from(comm, ring, arrivals, rows, channel, src_rank):
         store_i64(scratch, seen_word(comm, warp_id(), src_rank), seen)
     first = first_row(ring, arrivals, src_rank, channel)
     unpacked = 0
+    since = now(comm)
     # Exactly the rows that the row of notify announced, never "up to tail".
     stop = min(seen, count, position + ring.chunk)
     while position < stop:
@@ -116,10 +120,14 @@ def unpack_from(comm, ring, arrivals, rows, channel, src_rank):
     if lane_id() == 0:
         set_needed(comm, ring, src_rank, position)
     warp_sync()
+    if unpacked > 0:
+        last = position - num_workers()
+        tail = cursor(comm, comm.head_cursors, src_rank, channel) + last + 1
+        record(comm, UNPACK, channel, src_rank, since, now(comm), tail, unpacked)
     return unpacked, position < count
 
 
-receive_rows = over_peers(unpack_from, report_receiver)
+receive_rows = over_peers(unpack_from, report_receiver, WAIT_TAIL)
 
 
 @cuda.jit(device=True)
@@ -130,7 +138,7 @@ def unpack_and_return(comm, ring, arrivals, rows, channel, src_rank):
     return unpacked + returned, left
 
 
-receive_alone = over_peers(unpack_and_return, report_receiver)
+receive_alone = over_peers(unpack_and_return, report_receiver, WAIT_TAIL)
 
 
 @cuda.jit(device=True)

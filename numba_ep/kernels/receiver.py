@@ -26,6 +26,7 @@ from numba_ep.kernels.channel import (
     return_credit,
     rows_on,
 )
+from numba_ep.kernels.events import WAIT_READ
 from numba_ep.kernels.records import RECEIVE_COORDINATOR, RECEIVER
 from numba_ep.kernels.sender import block_scratch, move_cursors, num_workers
 from numba_ep.kernels.waiting import (
@@ -101,7 +102,7 @@ def credit_for(comm, ring, arrivals, rows, channel, src_rank):
     if consumed - returned < ring.chunk and consumed < count:
         return 0, True
     if lane_id() == 0:
-        return_credit(comm, src_rank, channel, consumed)
+        return_credit(comm, src_rank, channel, returned, consumed)
     store_i64(block_scratch(ring), index, consumed)
     warp_sync()
     return 1, consumed < count
@@ -132,7 +133,9 @@ def report_coordinator(comm, ring, arrivals, channel, src_rank):
     report_role(comm, ring, arrivals, channel, src_rank, RECEIVE_COORDINATOR)
 
 
-return_credits = over_peers(credit_for, report_coordinator, FOR_OWN_WARPS)
+return_credits = over_peers(
+    credit_for, report_coordinator, WAIT_READ, FOR_OWN_WARPS
+)
 
 
 @cuda.jit(device=True)

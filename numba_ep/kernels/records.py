@@ -37,6 +37,8 @@ class Comm(NamedTuple):
     fifo_freed: int
     fifo_tickets: int  # one line a channel: entries ever reserved
     fifo_depth: int
+    trace: int  # rings of records, one a warp (kernels/events.py); 0: nobody records
+    trace_records: int  # a ring, a power of two
 
 
 class Ring(NamedTuple):

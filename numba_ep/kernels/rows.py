@@ -25,6 +25,7 @@ from numba_ep.device import (
     warp_id,
     warp_sync,
 )
+from numba_ep.kernels.events import SEND_ROW, WAIT_ROW
 from numba_ep.kernels.fifo import (
     push_put,
 )
@@ -35,6 +36,7 @@ from numba_ep.kernels.records import (
     SCRATCH_COUNTS,
     SCRATCH_MET,
 )
+from numba_ep.kernels.tracing import now, record, record_alone
 from numba_ep.kernels.waiting import (
     FOR_A_PEER,
     FOR_OWN_WARPS,
@@ -102,6 +104,7 @@ def write_row(comm, header, notice, status, row, dst_rank):
 @cuda.jit(device=True)
 def send_row(comm, header, notice, status, operation, dst_rank):
     """One warp: write the row for a peer and push it; the own one just stays."""
+    since = now(comm)
     offset = area(comm, operation, dst_rank)
     write_row(comm, header, notice, status, comm.send_rows + offset, dst_rank)
     warp_sync()
@@ -114,6 +117,7 @@ def send_row(comm, header, notice, status, operation, dst_rank):
             comm.row_counters_at + comm.rank * LINE_BYTES,
             operation,
         )  # fmt: skip
+        record_alone(comm, SEND_ROW, 0, dst_rank, since, now(comm), operation, 1)
     warp_sync()
 
 
@@ -128,6 +132,7 @@ def wait_for_row_of(comm, operation, src_rank):
         if arrived >= operation:
             fence()  # the row is read after its counter
             warp_sync()
+            record(comm, WAIT_ROW, 0, src_rank, since, now(comm), operation, 1)
             return True
         verdict = wait_verdict(comm, spins, since, FOR_A_PEER)
         spins += 1

@@ -40,7 +40,9 @@ from numba_ep.kernels.channel import (
     rows_on,
     send_slot,
 )
+from numba_ep.kernels.events import PACK, WAIT_CREDIT, WAIT_PACKED
 from numba_ep.kernels.records import SEND_COORDINATOR, SENDER
+from numba_ep.kernels.tracing import now, record
 from numba_ep.kernels.waiting import (
     FOR_OWN_WARPS,
     by_warp,
@@ -153,6 +155,7 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):
     chunk_end = (position // ring.chunk + 1) * ring.chunk
     index = packed_count(ring, dst_rank, position)
     packed = 0
+    since = now(comm)
     while position < min(count, credit, chunk_end):
         row = row_of(ring, plan, dst_rank, channel, position)
         pack_row(send_slot(comm, ring, dst_rank, channel, position), rows, row)
@@ -164,6 +167,10 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):
         add_release_block(block_scratch(ring), index, packed)
     store_i64(own, dst_rank, position)
     warp_sync()
+    if packed > 0:
+        last = position - num_workers()
+        tail = cursor(comm, comm.tail_cursors, dst_rank, channel) + last + 1
+        record(comm, PACK, channel, dst_rank, since, now(comm), tail, packed)
     return packed, position < count
 
 
@@ -178,7 +185,7 @@ def report_sender(comm, ring, plan, channel, dst_rank):
     report_timeout(comm, SENDER, dst_rank, channel, head, tail, expected)
 
 
-send_rows = over_peers(pack_for, report_sender)
+send_rows = over_peers(pack_for, report_sender, WAIT_CREDIT)
 
 
 @cuda.jit(device=True)
@@ -215,7 +222,9 @@ def report_coordinator(comm, ring, plan, channel, dst_rank):
     report_timeout(comm, SEND_COORDINATOR, dst_rank, channel, tail, tail, tail + 1)
 
 
-publish_chunks = over_peers(publish_for, report_coordinator, FOR_OWN_WARPS)
+publish_chunks = over_peers(
+    publish_for, report_coordinator, WAIT_PACKED, FOR_OWN_WARPS
+)
 
 
 @cuda.jit(device=True)
@@ -235,7 +244,7 @@ def pack_and_publish_for(comm, ring, plan, rows, channel, dst_rank):
     return packed + published, left
 
 
-send_alone = over_peers(pack_and_publish_for, report_sender)
+send_alone = over_peers(pack_and_publish_for, report_sender, WAIT_CREDIT)
 
 
 send_by_warp = by_warp(send_alone, publish_chunks, send_rows)

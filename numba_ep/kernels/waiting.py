@@ -27,6 +27,7 @@ from numba_ep.kernels.records import (
     STATE_CLAIM,
     STATE_OPERATION,
 )
+from numba_ep.kernels.tracing import now, record
 from transport.wr import (
     ABORT_CAUSE,
     ABORT_TIMEOUT,
@@ -100,12 +101,13 @@ def by_warp(alone, coordinate, work_along):
     return block
 
 
-def over_peers(advance, report, patience=FOR_A_PEER):
+def over_peers(advance, report, waits_as, patience=FOR_A_PEER):
     """Build a role that serves all peers and never waits for one while another can go.
 
     advance(comm, ring, work, rows, channel, peer) -> (steps done, whether any is left).
     report(comm, ring, work, channel, peer) leaves the status record of a wait for
-    `peer` that lasted too long. The role returns False where the Buffer aborts.
+    `peer` that lasted too long. waits_as: the kind of its waits in a trace, where the
+    peer is the one that ended the wait. The role returns False where the Buffer aborts.
     """
 
     @cuda.jit(device=True)
@@ -115,13 +117,19 @@ def over_peers(advance, report, patience=FOR_A_PEER):
         while True:
             steps = 0
             waits_for = -1
+            goes_on = -1
+            looked = now(comm)  # where this round goes on, the wait ends here
             # Every rank begins with another peer, or all would send to rank 0 at once.
             for i in range(comm.num_ranks):
                 peer = (comm.rank + i) % comm.num_ranks
                 done, left = advance(comm, ring, work, rows, channel, peer)
+                if done > 0 and steps == 0:
+                    goes_on = peer
                 steps += done
                 if left:
                     waits_for = peer
+            if spins > 0 and steps > 0:
+                record(comm, waits_as, channel, goes_on, since, looked, 0, 0)
             if waits_for < 0:
                 return True
             if steps > 0:
