@@ -37,9 +37,11 @@ def of_kernels(endpoint: Any, word: Any) -> Offset:
     from numba_ep.kernels.tracing import clock_kernel
 
     low, high = -(1 << 62), 1 << 62
+    runtime, warps = endpoint.runtime, endpoint.device.ONE_BLOCK_WARPS
     for _ in range(ROUNDS):
         before = time.monotonic_ns()
-        endpoint.launch_local(clock_kernel, word.address)
+        runtime.launch_local(clock_kernel, 1, warps, (word.address,))
+        runtime.synchronize()
         after = time.monotonic_ns()
         read = int(word.host.view(np.int64)[0])
         # The kernel's clock was read after `before` and before `after`.
