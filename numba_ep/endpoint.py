@@ -249,7 +249,7 @@ class Endpoint:
         self.begin(like)
         self.runtime.launch_local(kernel, blocks, warps, args)
         if self.asynchronous:
-            self.runtime.let_wait(current_stream(like), self.runtime.mark())
+            self.runtime.let_wait(current_stream(like))
         else:
             self.runtime.synchronize()
 

@@ -54,8 +54,8 @@ class Results:
         self.num_operations = 0  # whose row kernel was launched
         self._words = self.memory.host.view(np.int64).reshape(RESULTS, -1)
         self._abort_at = abort_at
-        # Operations whose verdict nobody has read: number, event, arrays in use.
-        self._unread: list[tuple[int, Any, Any]] = []
+        # Operations whose verdict nobody has read: number, mark, arrays in use.
+        self._unread: list[tuple[int, int, Any]] = []
 
     def words(self, operation: int) -> np.ndarray:
         """What the row kernel left: [..] int64, see RESULT_* in kernels/records.py.
@@ -83,8 +83,8 @@ class Results:
     def read_until(self, operation: int) -> None:
         """Wait for all operations up to this one, raise what became of them."""
         while self._unread and self._unread[0][0] <= operation:
-            number, event, _ = self._unread[0]
-            self.runtime.wait(event)
+            number, mark, _ = self._unread[0]
+            self.runtime.wait(mark)
             del self._unread[0]
             self.words(number)
 

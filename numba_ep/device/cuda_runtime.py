@@ -18,6 +18,7 @@ from cuda.bindings import driver
 from numba import types
 
 from numba_ep.device.memory import Memory
+from transport.atomics import read_word, wait_any
 from transport.cuda_driver import (
     call,
     create_stream,
@@ -28,8 +29,7 @@ from transport.cuda_driver import (
 )
 
 LANES = 32
-QUERIES_BEFORE_SLEEP = 200  # some 100 us of polling: most kernels end in that time
-SLEEP_S = 50e-6
+LOOK_NS = 20_000_000  # how often a waiting thread asks whether a kernel has failed
 
 _HOST_FLAGS = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
 _lock = threading.Lock()
@@ -97,6 +97,7 @@ class Runtime:
         self._host_memory: list[int] = []
         self._registered: list[tuple[int, int]] = []
         self._closed = False
+        self._marks, self._done = 0, self.allocate_host(8)
 
     def _enter(self) -> None:
         # The caller's thread may never have used CUDA, or may have used another device.
@@ -141,27 +142,43 @@ class Runtime:
         call(driver.cuEventRecord, self._event, stream)
         call(driver.cuStreamWaitEvent, self._stream, self._event, 0)
 
-    def mark(self) -> Any:
-        """An event behind all that was launched so far."""
+    def let_wait(self, stream: int) -> None:
+        """What is put on `stream` from now on begins after all launched so far."""
         self._enter()
-        event = create_event()
-        call(driver.cuEventRecord, event, self._stream)
-        return event
+        call(driver.cuEventRecord, self._event, self._stream)
+        call(driver.cuStreamWaitEvent, stream, self._event, 0)
 
-    def let_wait(self, stream: int, event: Any) -> None:
-        """What is put on `stream` from now on begins after `event`."""
+    def mark(self) -> int:
+        """A number for all that was launched so far, for `is_done` and `wait`."""
         self._enter()
-        call(driver.cuStreamWaitEvent, stream, event, 0)
+        self._marks += 1
+        at = self._done.address
+        call(driver.cuStreamWriteValue64, self._stream, at, self._marks, 0)
+        return self._marks
 
-    def is_done(self, event: Any) -> bool:
-        """Whether all before the event has ended; raises where a kernel failed."""
-        return _is_done(driver.cuEventQuery, event)
+    def is_done(self, mark: int) -> bool:
+        """Whether all before the mark has ended."""
+        return int(read_word(self._done.host_address)) >= mark
 
-    def wait(self, event: Any) -> None:
-        """Wait for the event and give it back; kernels end by themselves, in time."""
-        self._enter()
-        _poll(driver.cuEventQuery, event, None)
-        call(driver.cuEventDestroy, event)
+    def wait(self, mark: int, timeout_s: float | None = None) -> bool:
+        """Wait for the mark: False after `timeout_s`; raises where a kernel failed.
+
+        In compiled code that asks the driver nothing: a thread that polls a stream
+        takes the interpreter's and the driver's locks from the proxy, which then needs
+        50 us and more for a copy that it posts in 3.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        word = np.array([self._done.host_address])
+        while not self.is_done(mark):
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            seen = np.array([read_word(self._done.host_address)])
+            if seen[0] < mark and wait_any(word, seen, LOOK_NS, 0) < 0:
+                self._enter()
+                status = driver.cuStreamQuery(self._stream)[0]
+                if status != driver.CUresult.CUDA_ERROR_NOT_READY:
+                    call(driver.cuStreamQuery, self._stream)
+        return True
 
     def resident_blocks(self, kernel: Any, warps: int, args: tuple[Any, ...]) -> int:
         """How many blocks of `warps` warps of `kernel` the whole GPU holds at once."""
@@ -206,8 +223,7 @@ class Runtime:
 
         Returns False after `timeout_s`; raises RuntimeError where a kernel failed.
         """
-        self._enter()
-        return _poll(driver.cuStreamQuery, self._stream, timeout_s)
+        return self.wait(self.mark(), timeout_s)
 
     def copy_to_host(self, memory: Memory) -> np.ndarray:
         """A copy of `memory` after everything launched so far, [num_bytes] uint8."""
@@ -262,25 +278,6 @@ def create_event() -> Any:
     """An event that takes no time."""
     flag = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
     return call(driver.cuEventCreate, flag)
-
-
-def _is_done(query: Any, what: Any) -> bool:
-    status = query(what)[0]
-    if status not in (0, driver.CUresult.CUDA_ERROR_NOT_READY):
-        call(query, what)
-    return bool(status == 0)
-
-
-def _poll(query: Any, what: Any, timeout_s: float | None) -> bool:
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    queries = 0
-    while not _is_done(query, what):
-        if deadline is not None and time.monotonic() > deadline:
-            return False
-        queries += 1
-        if queries > QUERIES_BEFORE_SLEEP:
-            time.sleep(SLEEP_S)
-    return True
 
 
 def load(kernel: Any, args: tuple[Any, ...]) -> Any:
