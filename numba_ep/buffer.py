@@ -106,7 +106,7 @@ class Buffer:
         self._endpoint.destroy()
 
     def statistics(self) -> Any:
-        """What the proxy has posted so far (`transport.proxy.Statistics`)."""
+        """What the proxy has posted so far (`transport.statistics.Statistics`)."""
         return self._endpoint.proxy.statistics()
 
     def regions(self) -> str:

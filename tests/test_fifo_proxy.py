@@ -33,7 +33,8 @@ from numba_ep.slot import slot_bytes
 from transport import TransportError, wr
 from transport.atomics import read_word, ring, wait_any, write_word
 from transport.fifo import FifoReader, fifo_bytes
-from transport.proxy import AbortWords, Proxy, Statistics
+from transport.proxy import AbortWords, Proxy
+from transport.statistics import Statistics
 
 if device.wanted_target() == "cuda":
     pytest.skip("these tests are for kernels on the CPU", allow_module_level=True)

@@ -27,7 +27,7 @@ transport.wr transport.jit
 transport.atomics_jit transport.atomics_python
 transport.atomics
 transport.base transport.cuda_driver
-transport.fifo transport.shm transport.verbs transport.post_log
+transport.fifo transport.shm transport.verbs transport.statistics transport.post_log
 transport.shm_cuda
 transport.proxy
 transport

@@ -14,8 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,8 @@ from transport import wr
 from transport.atomics import read_word, ring, swap_word, wait_any
 from transport.base import Transport, TransportError
 from transport.fifo import FifoReader
-from transport.jit import host
 from transport.post_log import PostLog
+from transport.statistics import Statistics, count
 
 BATCH = 64
 LIVENESS_S = 0.25
@@ -32,6 +32,7 @@ LIVENESS_S = 0.25
 # all it posted is here: only who still waits after this time waits in vain.
 GRACE_S = 0.5
 IDLE_NS = 20_000_000
+PENDING_NS = 50_000
 WATCH_S = 0.001  # how often to look at abort words while there is work
 LAST_WORDS_S = 0.5
 DRAIN_POLL_S = 20e-6
@@ -50,31 +51,6 @@ class AbortWords(NamedTuple):
     from_peers: np.ndarray
     at_peers: int
     farewells: np.ndarray
-
-
-@dataclass
-class Statistics:
-    """Counts since the start; bytes are data bytes, counters not included."""
-
-    puts: int = 0
-    put_bytes: int = 0
-    counter_writes: int = 0
-    posts: int = 0
-    refused: int = 0
-    replaced_counters: int = 0
-    most_parked: int = 0
-    idle_waits: int = 0
-
-
-@host.jit
-def _count(batch: Any, counts: Any) -> None:
-    """Add what `batch` posts to puts, bytes put and counters written alone."""
-    for i in range(batch.shape[0]):
-        if batch[i, wr.OPCODE] == wr.PUT:
-            counts[0] += 1
-            counts[1] += batch[i, wr.NUM_BYTES]
-        else:
-            counts[2] += 1
 
 
 class Proxy:
@@ -191,10 +167,10 @@ class Proxy:
         # Read before anything is looked at: a later poke then ends the wait.
         self._last_poke = self._pokes[0]
         self._working = True
-        count = self._fifo.pop(self._batch)
-        if count:
-            self._post(self._batch[:count])
-        if count == len(self._batch):
+        popped = self._fifo.pop(self._batch)
+        if popped:
+            self._post(self._batch[:popped])
+        if popped == len(self._batch):
             ring(self._bell)  # a kernel may wait for room in the FIFO
         direct = len(self._direct)
         for _ in range(direct):
@@ -205,9 +181,11 @@ class Proxy:
         if (log := self.log) is not None:
             log.polled(pending)
         self._working = bool(self._parked or pending)
-        if not (count or direct or self._working):
-            self._idle()
-        elif time.monotonic() > self._next_watch:
+        if not (popped or direct):
+            # Also while writes are under way: looking for their completions without
+            # pause would take the interpreter from other threads.
+            self._idle(PENDING_NS if self._working else IDLE_NS)
+        if self._working and time.monotonic() > self._next_watch:
             self._watch()
 
     def _watch(self) -> None:
@@ -243,7 +221,7 @@ class Proxy:
         if log is not None:
             log.posted(batch, start_ns)
         self._statistics.posts += 1
-        _count(batch, self._counts)
+        count(batch, self._counts)
 
     def _park(self, entry: np.ndarray) -> None:
         line = self._parked.setdefault(
@@ -266,7 +244,7 @@ class Proxy:
             for line in lines.values():
                 self._offer(np.stack(list(line)))
 
-    def _idle(self) -> None:
+    def _idle(self, longest_ns: int) -> None:
         self._statistics.idle_waits += 1
         if self._gone is not None or time.monotonic() > self._next_liveness:
             self._watch()
@@ -274,7 +252,7 @@ class Proxy:
         self._words[:fifos] = self._fifo.words
         self._seen[:fifos] = self._fifo.seen
         self._seen[-1] = self._last_poke
-        if wait_any(self._words, self._seen, IDLE_NS, self._bell) >= fifos:
+        if wait_any(self._words, self._seen, longest_ns, self._bell) >= fifos:
             self._watch()
 
     def _watch_aborts(self) -> None:

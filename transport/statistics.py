@@ -1,0 +1,34 @@
+"""What a proxy has posted so far, for people and tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transport import wr
+from transport.jit import host
+
+
+@dataclass
+class Statistics:
+    """Counts since the start; bytes are data bytes, counters not included."""
+
+    puts: int = 0
+    put_bytes: int = 0
+    counter_writes: int = 0
+    posts: int = 0
+    refused: int = 0
+    replaced_counters: int = 0
+    most_parked: int = 0
+    idle_waits: int = 0
+
+
+@host.jit
+def count(batch: Any, counts: Any) -> None:
+    """Add what `batch` posts to puts, bytes put and counters written alone."""
+    for i in range(batch.shape[0]):
+        if batch[i, wr.OPCODE] == wr.PUT:
+            counts[0] += 1
+            counts[1] += batch[i, wr.NUM_BYTES]
+        else:
+            counts[2] += 1
