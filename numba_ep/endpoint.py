@@ -58,6 +58,7 @@ class Endpoint:
             self.transport = transport.create(
                 settings.transport, self.rank, self.num_ranks,
                 self._receive_map.num_bytes, self._send_map.num_bytes, self.on_gpu,
+                settings.max_channels,
             )  # fmt: skip
         cards = members.allgather(self.transport.card())
         with all_or_none(members, "transport", self._undo):

@@ -1,0 +1,199 @@
+"""One RC QP to a peer: what is in its send queue; and the requests that go into it.
+
+A put is two RDMA WRITEs, linked so that one call posts both: the data, then the 8 bytes
+of the counter. The counter is inline: the driver copies it when the request is posted,
+right out of the batch that the proxy took from the FIFOs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+from pyverbs import enums
+from pyverbs.wr import SGE, SendWR
+
+from transport import wr
+from transport.base import TransportError
+
+DATA = 3  # an opcode of this transport alone: a part of a put, without a counter
+COUNTER_BYTES = 8
+VALUE_AT = 8 * wr.VALUE
+ENTRY_BYTES = 8 * wr.NUM_FIELDS
+
+# `wr_id` says what a request was; its queue is known by the completion's QP number.
+DATA_WRITE, COUNTER_WRITE, EMPTY_WRITE = range(3)
+OPERATIONS = ("write of data", "write of a counter", "empty write")
+
+UNSIGNALLED = 0
+INLINE = enums.IBV_SEND_INLINE
+INLINE_SIGNALLED = enums.IBV_SEND_INLINE | enums.IBV_SEND_SIGNALED
+
+# What usually lies behind a failed completion.
+CAUSES = {
+    "RETRY_EXC_ERR": "no answer: the peer is gone, or a port on the way is down",
+    "RNR_RETRY_EXC_ERR": "the peer was never ready to receive",
+    "REM_ACCESS_ERR": "the peer's card refused it: wrong rkey, or not in its region",
+    "REM_INV_REQ_ERR": "the peer's card took it for invalid: is its QP the right one?",
+    "REM_OP_ERR": "the peer's card failed at it",
+    "LOC_PROT_ERR": "outside of this rank's own region, or a wrong lkey",
+    "LOC_LEN_ERR": "longer than the port's longest message",
+    "LOC_QP_OP_ERR": "this rank's card could not carry it out",
+    "WR_FLUSH_ERR": "its queue had failed before: see the first error, here or there",
+}
+
+
+def failure(queue: Queue, status: int, operation: int) -> TransportError:
+    """The error for a completion that failed."""
+    name = next(
+        (
+            name.removeprefix("IBV_WC_")
+            for name in dir(enums)
+            if name.startswith("IBV_WC_")
+            and name.endswith("ERR")
+            and int(getattr(enums, name)) == status
+        ),
+        f"status {status}",
+    )
+    cause = CAUSES.get(name, "see ibv_poll_cq(3)")
+    what = OPERATIONS[operation] if operation < len(OPERATIONS) else "write"
+    return TransportError(
+        f"verbs: {what} to rank {queue.peer} on queue {queue.number} failed with "
+        f"{name}: {cause}",
+        queue.peer,
+    )
+
+
+class Rest(NamedTuple):
+    """What is still to be posted of a put that is longer than a message.
+
+    pieces: [n, NUM_FIELDS] int64, DATA and at last a PUT. rows: the same as lists.
+    """
+
+    pieces: np.ndarray
+    rows: list[list[int]]
+    first: int
+
+
+class Queue:
+    """One QP. `free`: room in its send queue.
+
+    Only some requests ask for a completion, which then stands for all before it.
+    quiet: requests behind the last that asked. asked: for each that did, oldest first,
+    how many it stands for.
+    """
+
+    def __init__(self, qp: Any, peer: int, number: int, depth: int) -> None:
+        self.qp, self.peer, self.number = qp, peer, number
+        self.rkey, self.base = 0, 0
+        self.depth = self.free = depth
+        self.ask_every = max(1, depth // 4)
+        self.quiet = 0
+        self.asked: deque[int] = deque()
+        self.rest: Rest | None = None
+        self.error: TransportError | None = None
+
+    def under_way(self) -> int:
+        """Requests in the send queue that are not known to be complete."""
+        return self.depth - self.free
+
+    def fail(self, error: TransportError) -> None:
+        """Whatever is under way is lost."""
+        self.error, self.rest = error, None
+        self.asked.clear()
+        self.free, self.quiet = self.depth, 0
+
+
+def split(row: list[int], longest: int) -> Rest:
+    """A put in pieces of at most `longest` bytes; the last one brings the counter."""
+    pieces = []
+    opcode, peer, queue, source, to, left, counter, value = row
+    while left > longest:
+        pieces.append([DATA, peer, queue, source, to, longest, 0, 0])
+        source, to, left = source + longest, to + longest, left - longest
+    pieces.append([opcode, peer, queue, source, to, left, counter, value])
+    return Rest(np.array(pieces, np.int64), pieces, 0)
+
+
+class Write(NamedTuple):
+    """A request and where its bytes come from: changing `sge` changes the request."""
+
+    request: Any
+    sge: Any
+
+
+def make_write(kind: int, lkey: int, num_bytes: int, flags: int) -> Write:
+    """An RDMA WRITE to be filled in."""
+    sge = SGE(0, num_bytes, lkey)
+    request = SendWR(
+        wr_id=kind, opcode=enums.IBV_WR_RDMA_WRITE, num_sge=1, sg=[sge],
+        send_flags=flags,
+    )  # fmt: skip
+    # Else the request has a copy of the SGE as it is now.
+    request.sg_list = sge
+    return Write(request, sge)
+
+
+class Chain:
+    """Requests that were linked once and are changed in place before every post.
+
+    A driver is done with them when the call that posts returns, so all queues share a
+    chain. The last n steps of it are a post of n steps; so its very last request alone
+    ever asks for a completion. A step is data and counter, or one of the two.
+    """
+
+    def __init__(
+        self, num_steps: int, lkey: int, has_data: bool, has_counter: bool
+    ) -> None:
+        self.num_steps, self.width = num_steps, has_data + has_counter
+        self._data: list[Write] = []
+        self._counters: list[Write] = []
+        self.all: list[Write] = []  # a link keeps nothing alive by itself
+        for _ in range(num_steps):
+            if has_data:
+                self._data.append(make_write(DATA_WRITE, lkey, 0, UNSIGNALLED))
+                self.all.append(self._data[-1])
+            if has_counter:
+                self._counters.append(
+                    make_write(COUNTER_WRITE, 0, COUNTER_BYTES, INLINE)
+                )
+                self.all.append(self._counters[-1])
+        for one, following in zip(self.all, self.all[1:]):
+            one.request.next_wr = following.request
+        self._last = self.all[-1].request
+        flags = INLINE if has_counter else UNSIGNALLED
+        self._flags = flags, flags | enums.IBV_SEND_SIGNALED
+
+    def fill(
+        self, queue: Queue, rows: list[list[int]], positions: Any, values: int,
+        send: int,
+    ) -> Any:  # fmt: skip
+        """The first request of a post for `rows[positions]`.
+
+        values: address of the rows' int64, where the inline counters are read. send:
+        address of the send region.
+        """
+        rkey, base = queue.rkey, queue.base
+        first = step = self.num_steps - len(positions)
+        if self._data:
+            for position in positions:
+                row = rows[position]
+                request, sge = self._data[step]
+                sge.addr = send + row[wr.SOURCE]
+                sge.length = row[wr.NUM_BYTES]
+                request.set_wr_rdma(rkey, base + row[wr.DESTINATION])
+                step += 1
+        step = first
+        if self._counters:
+            values += VALUE_AT
+            for position in positions:
+                request, sge = self._counters[step]
+                sge.addr = values + ENTRY_BYTES * position
+                request.set_wr_rdma(rkey, base + rows[position][wr.COUNTER_AT])
+                step += 1
+        return self.all[first * self.width].request
+
+    def ask(self, asks: bool) -> None:
+        """Whether the next post asks for a completion."""
+        self._last.send_flags = self._flags[asks]
