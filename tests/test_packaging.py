@@ -28,6 +28,7 @@ transport.atomics_jit transport.atomics_python
 transport.atomics
 transport.base transport.process transport.cuda_driver
 transport.verbs_device transport.verbs_queue
+transport.verbs_resources
 transport.fifo transport.shm transport.verbs
 transport.shm_cuda
 transport.proxy

@@ -31,6 +31,8 @@ LIVENESS_S = 0.25
 # all it posted is here: only who still waits after this time waits in vain.
 GRACE_S = 0.5
 IDLE_NS = 20_000_000
+# How long to leave the lock and the core to others before the next look at completions.
+PENDING_NS = 20_000
 WATCH_S = 0.001  # how often to look at abort words while there is work
 LAST_WORDS_S = 0.5
 DRAIN_POLL_S = 20e-6
@@ -201,10 +203,13 @@ class Proxy:
             self._retry()
         pending = self._transport.poll()
         self._working = bool(self._parked or pending)
-        if not (count or direct or self._working):
+        if count or direct or self._working:
+            if time.monotonic() > self._next_watch:
+                self._watch()
+            if not (count or direct):
+                self._wait(PENDING_NS, 0)
+        else:
             self._idle()
-        elif time.monotonic() > self._next_watch:
-            self._watch()
 
     def _watch(self) -> None:
         """Also while there is work: the queue to a peer that hangs stays full."""
@@ -262,12 +267,16 @@ class Proxy:
         self._statistics.idle_waits += 1
         if self._gone is not None or time.monotonic() > self._next_liveness:
             self._watch()
+        if self._wait(IDLE_NS, self._bell) >= len(self._fifo.words):
+            self._watch()
+
+    def _wait(self, timeout_ns: int, bell: int) -> int:
+        """Until a FIFO or a word changes; which one, or -1."""
         fifos = len(self._fifo.words)
         self._words[:fifos] = self._fifo.words
         self._seen[:fifos] = self._fifo.seen
         self._seen[-1] = self._last_poke
-        if wait_any(self._words, self._seen, IDLE_NS, self._bell) >= fifos:
-            self._watch()
+        return int(wait_any(self._words, self._seen, timeout_ns, bell))
 
     def _watch_aborts(self) -> None:
         fifos = len(self._fifo.words)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from pyverbs import enums
+from pyverbs.pyverbs_error import PyverbsError
 from pyverbs.wr import SGE, SendWR
 
 from transport import wr
@@ -27,8 +28,9 @@ DATA_WRITE, COUNTER_WRITE, EMPTY_WRITE = range(3)
 OPERATIONS = ("write of data", "write of a counter", "empty write")
 
 UNSIGNALLED = 0
-INLINE = enums.IBV_SEND_INLINE
-INLINE_SIGNALLED = enums.IBV_SEND_INLINE | enums.IBV_SEND_SIGNALED
+INLINE, SIGNALLED = enums.IBV_SEND_INLINE, enums.IBV_SEND_SIGNALED
+SUCCESS = enums.IBV_WC_SUCCESS
+ERRORS = (PyverbsError,)  # what a post or a poll may raise
 
 # What usually lies behind a failed completion.
 CAUSES = {
@@ -105,11 +107,16 @@ class Queue:
         self.free, self.quiet = self.depth, 0
 
 
+def is_long(row: list[int], longest: int) -> bool:
+    """Whether it takes several messages. A counter's number of bytes means nothing."""
+    return row[wr.NUM_BYTES] > longest and row[wr.OPCODE] == wr.PUT
+
+
 def split(row: list[int], longest: int) -> Rest:
     """A put in pieces of at most `longest` bytes; the last one brings the counter."""
     pieces = []
     opcode, peer, queue, source, to, left, counter, value = row
-    while left > longest:
+    while is_long(row, longest) and left > longest:
         pieces.append([DATA, peer, queue, source, to, longest, 0, 0])
         source, to, left = source + longest, to + longest, left - longest
     pieces.append([opcode, peer, queue, source, to, left, counter, value])
@@ -163,7 +170,7 @@ class Chain:
             one.request.next_wr = following.request
         self._last = self.all[-1].request
         flags = INLINE if has_counter else UNSIGNALLED
-        self._flags = flags, flags | enums.IBV_SEND_SIGNALED
+        self._flags = flags, flags | SIGNALLED
 
     def fill(
         self, queue: Queue, rows: list[list[int]], positions: Any, values: int,
