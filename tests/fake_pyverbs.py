@@ -132,7 +132,7 @@ class Resource:
                 return
             name = type(self).__name__
             if self.children:
-                self.fabric.violated(f"{name} closed before what was made from it (EBUSY)")
+                self.fabric.violated(f"{name} closed before its children (EBUSY)")
             self.open = False
             self.fabric.closed.append(name)
             for parent in self.parents:
