@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from transport import wr
+from transport.atomics import BELL_BYTES, ring
 from transport.base import TransportError
 from transport.process import Process, own_process
 from transport.verbs_device import explained, translated
@@ -29,13 +30,13 @@ from transport.verbs_queue import (
     Queue,
     Rest,
     failure,
-    is_long,
     make_write,
     split,
 )
 from transport.verbs_resources import Card, Resources
 
 REAP = 64
+NONE_REFUSED = np.empty(0, np.int64)
 UP = "is the device still up?"
 
 
@@ -43,13 +44,16 @@ class VerbsTransport:
     """One rank's end; see `transport.base.Transport` for the meaning of each method."""
 
     name = "verbs"
-    bell = 0  # a write by a network card rings nothing
 
     def __init__(
         self, rank: int, num_ranks: int, receive_bytes: int, send_bytes: int,
         num_queues: int,
     ) -> None:  # fmt: skip
         self.rank, self.num_ranks, self._num_queues = rank, num_ranks, num_queues
+        # A write by a network card rings nothing: who sleeps on this bell looks again
+        # after a while, and whenever writes of this rank have arrived.
+        self._bell = np.zeros(2 * BELL_BYTES, np.uint8)
+        self.bell = -(-self._bell.ctypes.data // BELL_BYTES) * BELL_BYTES
         self._under_way = 0  # requests that are not known to be complete
         self._asked = 0  # completions that are to come
         self._has_posted = False
@@ -144,33 +148,42 @@ class VerbsTransport:
         """Post what there is room for, all of a queue's entries in one call."""
         batch = np.ascontiguousarray(batch)
         rows, values = batch.tolist(), batch.ctypes.data
+        num_queues, longest = self._num_queues, self._port.longest
         groups: dict[int, list[int]] = {}
+        long = set()
         for position, row in enumerate(rows):
-            key = row[wr.PEER] * self._num_queues + row[wr.QUEUE]
-            groups.setdefault(key, []).append(position)
+            key = row[wr.PEER] * num_queues + row[wr.QUEUE]
+            if key in groups:
+                groups[key].append(position)
+            else:
+                groups[key] = [position]
+            # A counter's number of bytes means nothing.
+            if row[wr.NUM_BYTES] > longest and row[wr.OPCODE] == wr.PUT:
+                long.add(key)
         refused: list[int] = []
         for key, positions in groups.items():
             queue = self._queues[key]
             if queue.error is not None:
                 raise queue.error
-            taken = self._take(queue, rows, positions, values)
-            refused += positions[taken:]
+            if queue.rest is not None:
+                taken = 0
+            elif key in long:
+                taken = self._post_in_pieces(queue, rows, positions)
+            else:
+                taken = self._post_rows(queue, rows, positions, values)
+            if taken < len(positions):
+                refused += positions[taken:]
         self._has_posted = True
-        return np.array(sorted(refused), np.int64)
+        return np.array(sorted(refused), np.int64) if refused else NONE_REFUSED
 
-    def _take(
-        self, queue: Queue, rows: list[list[int]], positions: list[int], values: int
+    def _post_in_pieces(
+        self, queue: Queue, rows: list[list[int]], positions: list[int]
     ) -> int:
-        """Post the first of `positions`; returns how many of them were taken."""
-        longest = self._port.longest
-        if queue.rest is not None:
-            return 0
-        if not any(is_long(rows[position], longest) for position in positions):
-            return self._post_rows(queue, rows, positions, values)
+        """Some of these puts are longer than a message; how many were taken."""
         for taken, position in enumerate(positions):
             if queue.rest is not None:
                 return taken
-            queue.rest = split(rows[position], longest)
+            queue.rest = split(rows[position], self._port.longest)
             self._resting.append(queue)
             self._go_on(queue)
         return len(positions)
@@ -238,6 +251,8 @@ class VerbsTransport:
         for completion in completions:
             failure_of_it = self._complete(completion)
             failed = failed or failure_of_it
+        if count:
+            ring(self.bell)
         if self._resting:
             for queue in self._resting:
                 self._go_on(queue)

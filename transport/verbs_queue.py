@@ -19,7 +19,7 @@ from transport import wr
 from transport.base import TransportError
 
 DATA = 3  # an opcode of this transport alone: a part of a put, without a counter
-COUNTER_BYTES = 8
+INLINE_BYTES = 8  # a counter
 VALUE_AT = 8 * wr.VALUE
 ENTRY_BYTES = 8 * wr.NUM_FIELDS
 
@@ -107,16 +107,11 @@ class Queue:
         self.free, self.quiet = self.depth, 0
 
 
-def is_long(row: list[int], longest: int) -> bool:
-    """Whether it takes several messages. A counter's number of bytes means nothing."""
-    return row[wr.NUM_BYTES] > longest and row[wr.OPCODE] == wr.PUT
-
-
 def split(row: list[int], longest: int) -> Rest:
     """A put in pieces of at most `longest` bytes; the last one brings the counter."""
     pieces = []
     opcode, peer, queue, source, to, left, counter, value = row
-    while is_long(row, longest) and left > longest:
+    while opcode == wr.PUT and left > longest:
         pieces.append([DATA, peer, queue, source, to, longest, 0, 0])
         source, to, left = source + longest, to + longest, left - longest
     pieces.append([opcode, peer, queue, source, to, left, counter, value])
@@ -124,10 +119,14 @@ def split(row: list[int], longest: int) -> Rest:
 
 
 class Write(NamedTuple):
-    """A request and where its bytes come from: changing `sge` changes the request."""
+    """A request and where its bytes come from: changing `sge` changes the request.
+
+    aim: sets key and address at the peer.
+    """
 
     request: Any
     sge: Any
+    aim: Any
 
 
 def make_write(kind: int, lkey: int, num_bytes: int, flags: int) -> Write:
@@ -139,7 +138,7 @@ def make_write(kind: int, lkey: int, num_bytes: int, flags: int) -> Write:
     )  # fmt: skip
     # Else the request has a copy of the SGE as it is now.
     request.sg_list = sge
-    return Write(request, sge)
+    return Write(request, sge, request.set_wr_rdma)
 
 
 class Chain:
@@ -156,21 +155,20 @@ class Chain:
         self.num_steps, self.width = num_steps, has_data + has_counter
         self._data: list[Write] = []
         self._counters: list[Write] = []
-        self.all: list[Write] = []  # a link keeps nothing alive by itself
+        self._all: list[Any] = []  # a link keeps nothing alive by itself
         for _ in range(num_steps):
             if has_data:
-                self._data.append(make_write(DATA_WRITE, lkey, 0, UNSIGNALLED))
-                self.all.append(self._data[-1])
+                write = make_write(DATA_WRITE, lkey, 0, UNSIGNALLED)
+                self._data.append(write)
+                self._all.append(write.request)
             if has_counter:
-                self._counters.append(
-                    make_write(COUNTER_WRITE, 0, COUNTER_BYTES, INLINE)
-                )
-                self.all.append(self._counters[-1])
-        for one, following in zip(self.all, self.all[1:]):
-            one.request.next_wr = following.request
-        self._last = self.all[-1].request
+                write = make_write(COUNTER_WRITE, 0, INLINE_BYTES, INLINE)
+                self._counters.append(write)
+                self._all.append(write.request)
+        for one, following in zip(self._all, self._all[1:]):
+            one.next_wr = following
         flags = INLINE if has_counter else UNSIGNALLED
-        self._flags = flags, flags | SIGNALLED
+        self._flags, self._asks = (flags, flags | SIGNALLED), False
 
     def fill(
         self, queue: Queue, rows: list[list[int]], positions: Any, values: int,
@@ -182,25 +180,23 @@ class Chain:
         address of the send region.
         """
         rkey, base = queue.rkey, queue.base
-        first = step = self.num_steps - len(positions)
+        first = self.num_steps - len(positions)
         if self._data:
-            for position in positions:
-                row = rows[position]
-                request, sge = self._data[step]
-                sge.addr = send + row[wr.SOURCE]
-                sge.length = row[wr.NUM_BYTES]
-                request.set_wr_rdma(rkey, base + row[wr.DESTINATION])
-                step += 1
-        step = first
+            for position, write in zip(positions, self._data[first:]):
+                _, _, _, source, to, num_bytes, _, _ = rows[position]
+                sge = write.sge
+                sge.addr = send + source
+                sge.length = num_bytes
+                write.aim(rkey, base + to)
         if self._counters:
             values += VALUE_AT
-            for position in positions:
-                request, sge = self._counters[step]
-                sge.addr = values + ENTRY_BYTES * position
-                request.set_wr_rdma(rkey, base + rows[position][wr.COUNTER_AT])
-                step += 1
-        return self.all[first * self.width].request
+            for position, write in zip(positions, self._counters[first:]):
+                write.sge.addr = values + ENTRY_BYTES * position
+                write.aim(rkey, base + rows[position][wr.COUNTER_AT])
+        return self._all[first * self.width]
 
     def ask(self, asks: bool) -> None:
         """Whether the next post asks for a completion."""
-        self._last.send_flags = self._flags[asks]
+        if asks is not self._asks:
+            self._asks = asks
+            self._all[-1].send_flags = self._flags[asks]

@@ -22,9 +22,9 @@ from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from transport.base import MemoryRegion, TransportError
 from transport.process import Process
 from transport.verbs_device import explained, open_port, patience
+from transport.verbs_queue import INLINE_BYTES
 
 SEND_QUEUE = 64  # requests: what the proxy takes out of the FIFOs at once
-INLINE_BYTES = 8
 HOPS = 64
 # After 0.65 ms the peer may be asked again whether it is ready to receive.
 RNR_TIMER = 12

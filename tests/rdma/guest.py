@@ -164,7 +164,7 @@ def write_job(results: Path, command: list[str], cache: Path) -> None:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(("NUMBA", "CI", "PATH", "HOME", "VIRTUAL_ENV"))
+        if name.startswith(("NUMBA", "PYTHON", "PATH", "HOME", "VIRTUAL_ENV"))
     }
     variables = {**kept, "PYTHONPATH": os.pathsep.join(p for p in path if p)}
     lines = [f"export {n}={shlex.quote(v)}" for n, v in variables.items()]
@@ -230,8 +230,12 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--cache", type=Path, default=CACHE, help=f"default: {CACHE}")
     p.add_argument("--limit-s", type=float, default=300.0, help="for the command")
-    p.add_argument("command", nargs="+")
+    p.add_argument("--reason", action="store_true", help="say why there can be none")
+    p.add_argument("command", nargs="*")
     options = p.parse_args()
+    if options.reason:
+        print(reason_against())
+        return 0
     try:
         if reason := reason_against():
             raise GuestError(reason)
