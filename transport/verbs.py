@@ -26,7 +26,11 @@ from transport.verbs_queue import (
     ERRORS,
     SIGNALLED,
     SUCCESS,
+    VALUE_AT,
     Chain,
+    CounterChain,
+    DataChain,
+    PutChain,
     Queue,
     Rest,
     failure,
@@ -71,15 +75,16 @@ class VerbsTransport:
     def _make(self, receive_bytes: int, send_bytes: int) -> None:
         resources = self._resources
         self._port, self._cq = resources.port, resources.cq
+        self._most_asked = resources.most_asked
         self.receive, self._receive_mr = resources.region(receive_bytes, True)
         self.send, send_mr = resources.region(send_bytes, False)
-        steps, lkey = max(1, resources.depth // 2), send_mr.lkey
-        self._chains = {
-            wr.PUT: Chain(steps, lkey, has_data=True, has_counter=True),
-            wr.COUNTER: Chain(steps, lkey, has_data=False, has_counter=True),
-            DATA: Chain(steps, lkey, has_data=True, has_counter=False),
+        steps, source = max(1, resources.depth // 2), (self.send.address, send_mr.lkey)
+        self._chains: dict[int, Chain] = {
+            wr.PUT: PutChain(steps, source),
+            wr.COUNTER: CounterChain(steps, source),
+            DATA: DataChain(steps, source),
         }
-        self._empty = make_write(EMPTY_WRITE, lkey, 0, SIGNALLED).request
+        self._empty = make_write(EMPTY_WRITE, send_mr.lkey, 0, SIGNALLED)[0]
         self._queues: list[Queue] = []  # [num_ranks * num_queues], own rank's unused
         self._by_qp: dict[int, Queue] = {}
         for peer in range(self.num_ranks):
@@ -147,7 +152,7 @@ class VerbsTransport:
     def post(self, batch: np.ndarray) -> np.ndarray:
         """Post what there is room for, all of a queue's entries in one call."""
         batch = np.ascontiguousarray(batch)
-        rows, values = batch.tolist(), batch.ctypes.data
+        rows, values = batch.tolist(), batch.ctypes.data + VALUE_AT
         num_queues, longest = self._num_queues, self._port.longest
         groups: dict[int, list[int]] = {}
         long = set()
@@ -193,8 +198,8 @@ class VerbsTransport:
         rest = queue.rest
         if rest is not None:
             positions = range(rest.first, len(rest.rows))
-            address = rest.pieces.ctypes.data
-            first = rest.first + self._post_rows(queue, rest.rows, positions, address)
+            values = rest.pieces.ctypes.data + VALUE_AT
+            first = rest.first + self._post_rows(queue, rest.rows, positions, values)
             is_done = first == len(rest.rows)
             queue.rest = None if is_done else Rest(rest.pieces, rest.rows, first)
 
@@ -207,19 +212,17 @@ class VerbsTransport:
             opcode = rows[positions[done]][wr.OPCODE]
             chain = self._chains[opcode]
             room = min(count - done, queue.free // chain.width, chain.num_steps)
-            if room == 0 or self._asked >= self._resources.most_asked:
+            if room == 0 or self._asked >= self._most_asked:
                 break
             end = done + 1
             while end < done + room and rows[positions[end]][wr.OPCODE] == opcode:
                 end += 1
-            request = chain.fill(
-                queue, rows, positions[done:end], values, self.send.address
-            )
+            chain.fill(queue, rows, positions[done:end], values)
             writes = (end - done) * chain.width
             queue.quiet += writes
             asks = queue.quiet >= queue.ask_every
             chain.ask(asks)
-            self._post_request(queue, request, writes, asks)
+            self._post_request(queue, chain.first(end - done), writes, asks)
             done = end
         return done
 
@@ -267,7 +270,7 @@ class VerbsTransport:
     def _ask_all(self) -> None:
         """Nothing else is going on: ask for what nobody has asked for."""
         for queue in list(self._quiet):
-            if not queue.asked and self._asked < self._resources.most_asked:
+            if not queue.asked and self._asked < self._most_asked:
                 # Of no bytes; the address only has to be one of the peer's.
                 self._empty.set_wr_rdma(queue.rkey, queue.base)
                 queue.quiet += 1

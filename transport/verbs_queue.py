@@ -118,19 +118,8 @@ def split(row: list[int], longest: int) -> Rest:
     return Rest(np.array(pieces, np.int64), pieces, 0)
 
 
-class Write(NamedTuple):
-    """A request and where its bytes come from: changing `sge` changes the request.
-
-    aim: sets key and address at the peer.
-    """
-
-    request: Any
-    sge: Any
-    aim: Any
-
-
-def make_write(kind: int, lkey: int, num_bytes: int, flags: int) -> Write:
-    """An RDMA WRITE to be filled in."""
+def make_write(kind: int, lkey: int, num_bytes: int, flags: int) -> tuple[Any, Any]:
+    """An RDMA WRITE and its SGE: changing the SGE changes the request."""
     sge = SGE(0, num_bytes, lkey)
     request = SendWR(
         wr_id=kind, opcode=enums.IBV_WR_RDMA_WRITE, num_sge=1, sg=[sge],
@@ -138,7 +127,7 @@ def make_write(kind: int, lkey: int, num_bytes: int, flags: int) -> Write:
     )  # fmt: skip
     # Else the request has a copy of the SGE as it is now.
     request.sg_list = sge
-    return Write(request, sge, request.set_wr_rdma)
+    return request, sge
 
 
 class Chain:
@@ -146,57 +135,106 @@ class Chain:
 
     A driver is done with them when the call that posts returns, so all queues share a
     chain. The last n steps of it are a post of n steps; so its very last request alone
-    ever asks for a completion. A step is data and counter, or one of the two.
+    ever asks for a completion.
+
+    width: requests a step. source: address and lkey of the send region.
     """
 
-    def __init__(
-        self, num_steps: int, lkey: int, has_data: bool, has_counter: bool
-    ) -> None:
-        self.num_steps, self.width = num_steps, has_data + has_counter
-        self._data: list[Write] = []
-        self._counters: list[Write] = []
-        self._all: list[Any] = []  # a link keeps nothing alive by itself
-        for _ in range(num_steps):
-            if has_data:
-                write = make_write(DATA_WRITE, lkey, 0, UNSIGNALLED)
-                self._data.append(write)
-                self._all.append(write.request)
-            if has_counter:
-                write = make_write(COUNTER_WRITE, 0, INLINE_BYTES, INLINE)
-                self._counters.append(write)
-                self._all.append(write.request)
-        for one, following in zip(self._all, self._all[1:]):
+    width = 1
+    flags = INLINE  # of the last request of a step
+
+    def __init__(self, num_steps: int, source: tuple[int, int]) -> None:
+        self.num_steps = num_steps
+        self._send, self._lkey = source
+        self._requests: list[Any] = []  # a link keeps nothing alive by itself
+        # For each step, of each of its requests: SGE, and what sets key and address.
+        self._steps = [tuple(self._make_step()) for _ in range(num_steps)]
+        for one, following in zip(self._requests, self._requests[1:]):
             one.next_wr = following
-        flags = INLINE if has_counter else UNSIGNALLED
-        self._flags, self._asks = (flags, flags | SIGNALLED), False
+        self._asks = False
+
+    def _make_step(self) -> list[Any]:
+        raise NotImplementedError
+
+    def _add(self, kind: int, lkey: int, num_bytes: int, flags: int) -> list[Any]:
+        request, sge = make_write(kind, lkey, num_bytes, flags)
+        self._requests.append(request)
+        return [sge, request.set_wr_rdma]
+
+    def first(self, num_steps: int) -> Any:
+        """The first request of the last `num_steps` steps."""
+        return self._requests[-num_steps * self.width]
 
     def fill(
-        self, queue: Queue, rows: list[list[int]], positions: Any, values: int,
-        send: int,
-    ) -> Any:  # fmt: skip
-        """The first request of a post for `rows[positions]`.
+        self, queue: Queue, rows: list[list[int]], positions: Any, values: int
+    ) -> None:
+        """Make the last steps writes for `rows[positions]`.
 
-        values: address of the rows' int64, where the inline counters are read. send:
-        address of the send region.
+        values: address of the first row's value, where an inline counter is read.
         """
-        rkey, base = queue.rkey, queue.base
-        first = self.num_steps - len(positions)
-        if self._data:
-            for position, write in zip(positions, self._data[first:]):
-                _, _, _, source, to, num_bytes, _, _ = rows[position]
-                sge = write.sge
-                sge.addr = send + source
-                sge.length = num_bytes
-                write.aim(rkey, base + to)
-        if self._counters:
-            values += VALUE_AT
-            for position, write in zip(positions, self._counters[first:]):
-                write.sge.addr = values + ENTRY_BYTES * position
-                write.aim(rkey, base + rows[position][wr.COUNTER_AT])
-        return self._all[first * self.width]
+        raise NotImplementedError
 
     def ask(self, asks: bool) -> None:
         """Whether the next post asks for a completion."""
         if asks is not self._asks:
             self._asks = asks
-            self._all[-1].send_flags = self._flags[asks]
+            self._requests[-1].send_flags = self.flags | (SIGNALLED if asks else 0)
+
+
+class PutChain(Chain):
+    """Data, then counter."""
+
+    width = 2
+
+    def _make_step(self) -> list[Any]:
+        data = self._add(DATA_WRITE, self._lkey, 0, UNSIGNALLED)
+        return data + self._add(COUNTER_WRITE, 0, INLINE_BYTES, INLINE)
+
+    def fill(
+        self, queue: Queue, rows: list[list[int]], positions: Any, values: int
+    ) -> None:
+        """See Chain. The proxy's hot path: every line here is paid for each chunk."""
+        rkey, base, send = queue.rkey, queue.base, self._send
+        steps = self._steps[-len(positions) :]
+        for position, (data, aim_data, counter, aim_counter) in zip(positions, steps):
+            _, _, _, source, to, num_bytes, counter_at, _ = rows[position]
+            data.addr = send + source
+            data.length = num_bytes
+            aim_data(rkey, base + to)
+            counter.addr = values + ENTRY_BYTES * position
+            aim_counter(rkey, base + counter_at)
+
+
+class CounterChain(Chain):
+    """Counters alone."""
+
+    def _make_step(self) -> list[Any]:
+        return self._add(COUNTER_WRITE, 0, INLINE_BYTES, INLINE)
+
+    def fill(
+        self, queue: Queue, rows: list[list[int]], positions: Any, values: int
+    ) -> None:
+        """See Chain."""
+        steps = self._steps[-len(positions) :]
+        for position, (counter, aim) in zip(positions, steps):
+            counter.addr = values + ENTRY_BYTES * position
+            aim(queue.rkey, queue.base + rows[position][wr.COUNTER_AT])
+
+
+class DataChain(Chain):
+    """Parts of puts."""
+
+    flags = UNSIGNALLED
+
+    def _make_step(self) -> list[Any]:
+        return self._add(DATA_WRITE, self._lkey, 0, UNSIGNALLED)
+
+    def fill(
+        self, queue: Queue, rows: list[list[int]], positions: Any, values: int
+    ) -> None:
+        """See Chain."""
+        steps = self._steps[-len(positions) :]
+        for position, (data, aim) in zip(positions, steps):
+            data.addr = self._send + rows[position][wr.SOURCE]
+            data.length = rows[position][wr.NUM_BYTES]
+            aim(queue.rkey, queue.base + rows[position][wr.DESTINATION])
