@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from transport import wr
-from transport.atomics import BELL_BYTES, ring
+from transport.atomics import BELL_BYTES, SLEEP_NS, ring, write_word
 from transport.base import TransportError
 from transport.process import Process, own_process
 from transport.verbs_device import explained, translated
@@ -40,6 +40,7 @@ from transport.verbs_queue import (
 from transport.verbs_resources import Card, Resources
 
 REAP = 64
+SLEEP = 300_000  # ns between looks at what a card may have written
 NONE_REFUSED = np.empty(0, np.int64)
 UP = "is the device still up?"
 
@@ -58,6 +59,7 @@ class VerbsTransport:
         # after a while, and whenever writes of this rank have arrived.
         self._bell = np.zeros(2 * BELL_BYTES, np.uint8)
         self.bell = -(-self._bell.ctypes.data // BELL_BYTES) * BELL_BYTES
+        write_word(self.bell + 8 * SLEEP_NS, SLEEP)
         self._under_way = 0  # requests that are not known to be complete
         self._asked = 0  # completions that are to come
         self._has_posted = False
