@@ -80,11 +80,11 @@ class VerbsTransport:
         self._most_asked = resources.most_asked
         self.receive, self._receive_mr = resources.region(receive_bytes, True)
         self.send, send_mr = resources.region(send_bytes, False)
-        steps, source = max(1, resources.depth // 2), (self.send.address, send_mr.lkey)
+        source = self.send.address, send_mr.lkey
         self._chains: dict[int, Chain] = {
-            wr.PUT: PutChain(steps, source),
-            wr.COUNTER: CounterChain(steps, source),
-            DATA: DataChain(steps, source),
+            wr.PUT: PutChain(resources.depth, source),
+            wr.COUNTER: CounterChain(resources.depth, source),
+            DATA: DataChain(resources.depth, source),
         }
         self._empty = make_write(EMPTY_WRITE, send_mr.lkey, 0, SIGNALLED)[0]
         self._queues: list[Queue] = []  # [num_ranks * num_queues], own rank's unused
@@ -213,11 +213,11 @@ class VerbsTransport:
         while done < count:
             opcode = rows[positions[done]][wr.OPCODE]
             chain = self._chains[opcode]
-            room = min(count - done, queue.free // chain.width, chain.num_steps)
+            room = queue.free // chain.width
             if room == 0 or self._asked >= self._most_asked:
                 break
-            end = done + 1
-            while end < done + room and rows[positions[end]][wr.OPCODE] == opcode:
+            end, limit = done + 1, min(done + room, count)
+            while end < limit and rows[positions[end]][wr.OPCODE] == opcode:
                 end += 1
             chain.fill(queue, rows, positions[done:end], values)
             writes = (end - done) * chain.width

@@ -137,18 +137,18 @@ class Chain:
     chain. The last n steps of it are a post of n steps; so its very last request alone
     ever asks for a completion.
 
-    width: requests a step. source: address and lkey of the send region.
+    depth: requests that a queue takes. width: requests a step. source: address and lkey
+    of the send region.
     """
 
     width = 1
     flags = INLINE  # of the last request of a step
 
-    def __init__(self, num_steps: int, source: tuple[int, int]) -> None:
-        self.num_steps = num_steps
+    def __init__(self, depth: int, source: tuple[int, int]) -> None:
         self._send, self._lkey = source
         self._requests: list[Any] = []  # a link keeps nothing alive by itself
         # For each step, of each of its requests: SGE, and what sets key and address.
-        self._steps = [tuple(self._make_step()) for _ in range(num_steps)]
+        self._steps = [tuple(self._make_step()) for _ in range(depth // self.width)]
         for one, following in zip(self._requests, self._requests[1:]):
             one.next_wr = following
         self._asks = False
