@@ -35,8 +35,9 @@ class Buffer:
     group. num_rdma_bytes: bytes of the rings, see `Config.get_rdma_buffer_size_hint`.
     num_qps_per_rank: the most channels that an operation may use, 2 SMs each. The
     NVLink arguments, low_latency_mode=False and explicitly_destroy are DeepEP's and
-    mean nothing here. transport: "shm". device: "auto", "cuda" or "cpu", the same for
-    the whole process. timeout_s: seconds after which a wait for a peer ends the Buffer.
+    mean nothing here. transport: "shm" (one host) or "verbs" (RDMA). device: "auto",
+    "cuda" or "cpu", the same for the whole process. timeout_s: seconds after which a
+    wait for a peer ends the Buffer.
 
     Construction and `destroy` are collective. All operations are ordered; every rank
     must call the same ones in the same order.

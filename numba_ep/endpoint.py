@@ -62,7 +62,8 @@ class Endpoint:
         with all_or_none(members, "transport", self._undo):
             self.transport = transport.create(
                 settings.transport, self.rank, self.num_ranks,
-                self._receive_map.num_bytes, self._send_map.num_bytes, self.on_gpu,
+                self._receive_map.num_bytes, self._send_map.num_bytes,
+                self.on_gpu, settings.max_channels,
             )  # fmt: skip
         cards = members.allgather(self.transport.card())
         with all_or_none(members, "transport", self._undo):
@@ -118,9 +119,9 @@ class Endpoint:
         self._tickets = runtime.allocate(LINE_BYTES * self.settings.max_channels)
         self.notify_scratch = runtime.allocate(WORD * (SCRATCH_COUNTS + pairs))
         self._scratch = runtime.allocate(0)
-        self.trace_memory: Any = None  # numba_ep.trace
         self._own: Any = None
         self._own_rings: Any = None
+        self.trace_memory: Any = None  # numba_ep.trace
 
     def _make_comm(self) -> Comm:
         receive, send = self.transport.receive, self.transport.send
@@ -185,10 +186,8 @@ class Endpoint:
     def rings(self) -> tuple[int, int, int, int]:
         """Receive rings (address, offset) and send rings (address, offset)."""
         receive_at, send_at = self._receive_map["rings"], self._send_map["rings"]
-        return (
-            self.receive_address + receive_at, receive_at,
-            self.send_address + send_at, send_at,
-        )  # fmt: skip
+        receive, send = self.receive_address + receive_at, self.send_address + send_at
+        return receive, receive_at, send, send_at
 
     @property
     def probe_at(self) -> int:

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--num-topk", type=int, help="experts a token")
     p.add_argument("--num-experts", type=int, help="experts in all")
     p.add_argument("--num-sms", type=int, help="two a channel")
-    p.add_argument("--transport", default="shm", help="shm")
+    p.add_argument("--transport", default="shm", help="shm or verbs")
     p.add_argument("--device", choices=devices.DEVICES, help="default: auto")
     p.add_argument("--skip-tuning", action="store_true", help="time the default config")
     p.add_argument("--seed", type=int, default=0)

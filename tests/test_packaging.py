@@ -26,8 +26,10 @@ LAYERS = """
 transport.wr transport.jit
 transport.atomics_jit transport.atomics_python
 transport.atomics
-transport.base transport.cuda_driver
-transport.fifo transport.shm transport.verbs transport.statistics transport.post_log
+transport.base transport.process transport.cuda_driver transport.statistics
+transport.verbs_device transport.verbs_queue transport.post_log
+transport.verbs_resources
+transport.fifo transport.shm transport.verbs
 transport.shm_cuda
 transport.proxy
 transport
@@ -85,7 +87,7 @@ BORDER = {
 CONFINED = {
     "numba.cuda": ["numba_ep/device/cuda*.py"],
     "cuda": ["numba_ep/device/cuda*.py", "transport/*cuda*.py"],
-    "pyverbs": ["transport/verbs.py"],
+    "pyverbs": ["transport/verbs*.py"],
     "mpi4py": ["numba_ep/group.py"],
     "torch": ["numba_ep/group.py", "numba_ep/arrays.py"],
     "cupy": ["numba_ep/device/cuda*.py", "numba_ep/arrays.py"],

@@ -6,17 +6,18 @@ from transport.base import MemoryRegion, Transport, TransportError
 
 __all__ = ["TRANSPORTS", "MemoryRegion", "Transport", "TransportError", "create"]
 
-TRANSPORTS = ("shm",)
+TRANSPORTS = ("shm", "verbs")
 
 
 def create(
     name: str, rank: int, num_ranks: int, receive_bytes: int, send_bytes: int,
-    on_gpu: bool = False,
+    on_gpu: bool = False, num_queues: int = 1,
 ) -> Transport:  # fmt: skip
     """Make this rank's end of transport `name` with regions of the given sizes.
 
-    on_gpu: what is sent is packed by a GPU. Raises ValueError for an unknown name,
-    OSError where memory cannot be had.
+    on_gpu: what is sent is packed by a GPU. num_queues: to each peer. Raises
+    ValueError for an unknown name, OSError where memory cannot be had, TransportError
+    where a device is missing.
     """
     if name == "shm" and on_gpu:
         from transport.shm_cuda import CopyEngineTransport
@@ -26,6 +27,10 @@ def create(
         from transport.shm import SharedMemoryTransport
 
         return SharedMemoryTransport(rank, num_ranks, receive_bytes, send_bytes)
+    if name == "verbs":
+        from transport.verbs import VerbsTransport
+
+        return VerbsTransport(rank, num_ranks, receive_bytes, send_bytes, num_queues)
     raise ValueError(
         f"transport: expected one of {', '.join(TRANSPORTS)}, got {name!r}"
     )

@@ -45,7 +45,7 @@ class Transport(Protocol):
 
     name: str
     # What writes to this rank ring (`transport.atomics.ring_bell`), or 0: then its
-    # waiting threads poll.
+    # waiting threads poll. They look now and then by themselves, rung or not.
     bell: int
     receive: MemoryRegion
     send: MemoryRegion

@@ -32,6 +32,7 @@ LIVENESS_S = 0.25
 # all it posted is here: only who still waits after this time waits in vain.
 GRACE_S = 0.5
 IDLE_NS = 20_000_000
+# How long to leave the lock and the core to others before the next look at completions.
 PENDING_NS = 50_000
 WATCH_S = 0.001  # how often to look at abort words while there is work
 LAST_WORDS_S = 0.5
@@ -181,12 +182,13 @@ class Proxy:
         if (log := self.log) is not None:
             log.polled(pending)
         self._working = bool(self._parked or pending)
-        if not (popped or direct):
-            # Also while writes are under way: looking for their completions without
-            # pause would take the interpreter from other threads.
-            self._idle(PENDING_NS if self._working else IDLE_NS)
-        if self._working and time.monotonic() > self._next_watch:
-            self._watch()
+        if popped or direct or self._working:
+            if time.monotonic() > self._next_watch:
+                self._watch()
+            if not (popped or direct):
+                self._wait(PENDING_NS, 0)
+        else:
+            self._idle()
 
     def _watch(self) -> None:
         """Also while there is work: the queue to a peer that hangs stays full."""
@@ -244,16 +246,20 @@ class Proxy:
             for line in lines.values():
                 self._offer(np.stack(list(line)))
 
-    def _idle(self, longest_ns: int) -> None:
+    def _idle(self) -> None:
         self._statistics.idle_waits += 1
         if self._gone is not None or time.monotonic() > self._next_liveness:
             self._watch()
+        if self._wait(IDLE_NS, self._bell) >= len(self._fifo.words):
+            self._watch()
+
+    def _wait(self, timeout_ns: int, bell: int) -> int:
+        """Until a FIFO or a word changes; which one, or -1."""
         fifos = len(self._fifo.words)
         self._words[:fifos] = self._fifo.words
         self._seen[:fifos] = self._fifo.seen
         self._seen[-1] = self._last_poke
-        if wait_any(self._words, self._seen, longest_ns, self._bell) >= fifos:
-            self._watch()
+        return int(wait_any(self._words, self._seen, timeout_ns, bell))
 
     def _watch_aborts(self) -> None:
         fifos = len(self._fifo.words)

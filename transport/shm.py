@@ -31,6 +31,7 @@ from transport.atomics import (
 )
 from transport.base import MemoryRegion, TransportError
 from transport.jit import host
+from transport.process import Process, own_process
 
 FOLDER = Path("/dev/shm")
 PREFIX = "numba_ep-"
@@ -42,9 +43,7 @@ class Card(NamedTuple):
 
     path: str
     receive_bytes: int
-    pid: int
-    started: str
-    boot: str
+    process: Process
 
 
 @host.jit
@@ -96,14 +95,11 @@ class SharedMemoryTransport:
         self._peers = np.zeros(num_ranks, np.int64)
         self._bells = np.zeros(num_ranks, np.int64)
         self._written = np.zeros(num_ranks, np.int64)
-        self._cards: list[Card] = []
+        self._watched: list[Process | None] = []
 
     def card(self) -> Card:
         """The file's path and this process."""
-        pid = os.getpid()
-        return Card(
-            str(self._path), self.receive.num_bytes, pid, _started(pid) or "", _boot()
-        )
+        return Card(str(self._path), self.receive.num_bytes, own_process())
 
     def connect(self, cards: list[Any]) -> None:
         """Map every peer's receive region. Raises TransportError if that fails."""
@@ -127,13 +123,7 @@ class SharedMemoryTransport:
                 os.close(file)
             self._peers[peer] = _address(self._maps[-1])
             self._bells[peer] = self._peers[peer] + bell_at
-        # A peer in another PID namespace cannot be watched: never call it dead.
-        own = self.card()
-        self._cards = [
-            card if card.boot == own.boot and _started(card.pid) == card.started
-            else card._replace(started="")
-            for card in cards
-        ]  # fmt: skip
+        self._watched = [c.process if c.process.is_visible() else None for c in cards]
 
     def connected(self) -> None:
         """Every rank has mapped the file: its name is no longer needed."""
@@ -150,10 +140,8 @@ class SharedMemoryTransport:
 
     def peer_is_dead(self, peer: int) -> bool:
         """Whether the peer's process has ended or is a zombie."""
-        card = self._cards[peer]
-        if card.pid == os.getpid() or not card.started:
-            return False
-        return _started(card.pid) != card.started
+        process = self._watched[peer]
+        return process is not None and process.has_ended()
 
     def close(self, keep_memory: bool = False) -> None:
         """Unmap everything; with `keep_memory` only the file's name goes."""
@@ -230,21 +218,3 @@ def remove_files_without_owner() -> None:
             pass  # its owner lives
         finally:
             os.close(file)
-
-
-def _started(pid: int) -> str | None:
-    """A living process's start in clock ticks; None if it ended or is a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            # The command's name is in parentheses and may hold anything.
-            fields = stat.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
