@@ -129,12 +129,12 @@ class Buffer:
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """The default config for dispatch; there is one for every number of ranks."""
-        return default_config(num_ranks, Buffer.num_sms)
+        return default_config(num_ranks, Buffer.num_sms, devices.select().RING_SLOTS)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         """The default config for combine."""
-        return default_config(num_ranks, Buffer.num_sms)
+        return default_config(num_ranks, Buffer.num_sms, devices.select().RING_SLOTS)
 
     # Layout.
 

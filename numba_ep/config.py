@@ -140,14 +140,14 @@ class Config(_Fields):
         return 0
 
 
-def default_config(num_ranks: int, num_sms: int) -> Config:
+def default_config(num_ranks: int, num_sms: int, slots: int = 2048) -> Config:
     """A config for any number of ranks: the more rings, the fewer slots a ring.
 
-    Some 2048 slots in all, 64 to 512 a ring, an eighth of a ring a chunk (see
-    docs/performance.md).
+    Some `slots` slots in all, 64 to a quarter of them a ring, an eighth of a ring a
+    chunk (see docs/performance.md).
     """
     _positive("num_ranks", num_ranks)
     rings = num_ranks * (check_num_sms(num_sms) // 2)
-    capacity = min(512, max(64, 2048 // rings // 8 * 8))
+    capacity = min(slots // 4, max(64, slots // rings // 8 * 8))
     chunk = capacity // 8
     return Config(num_sms, chunk, capacity, chunk, capacity)

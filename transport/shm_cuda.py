@@ -11,6 +11,7 @@ Counters alone need not wait for puts: the CPU writes them at once.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from transport.shm import NONE_REFUSED, SharedMemoryTransport
 STREAMS_A_PEER = 4
 # The counter is written once everything before it in the stream is visible.
 WITH_BARRIER = int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
+LOOK_S = 200e-6  # between looks at the streams: only the end of a Buffer minds
 NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
 
 
@@ -57,6 +59,7 @@ class CopyEngineTransport(SharedMemoryTransport):
         self._busy: dict[tuple[int, int], Any] = {}
         self._pinned: list[tuple[int, int]] = []
         self._gpu_peers: list[int] = []
+        self._next_look = 0.0
 
     def _enter(self) -> None:
         # The proxy's thread has never used CUDA.
@@ -100,7 +103,9 @@ class CopyEngineTransport(SharedMemoryTransport):
 
     def poll(self) -> int:
         """Streams that still have something to do."""
-        if self._busy:
+        now = time.monotonic()
+        if self._busy and now > self._next_look:
+            self._next_look = now + LOOK_S
             self._enter()
             for key, stream in list(self._busy.items()):
                 status = driver.cuStreamQuery(stream)[0]
