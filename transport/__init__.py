@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 from transport.base import MemoryRegion, Transport, TransportError
 
 __all__ = ["TRANSPORTS", "MemoryRegion", "Transport", "TransportError", "create"]
 
 TRANSPORTS = ("shm", "verbs")
+_importing = threading.Lock()
 
 
 def create(
@@ -28,7 +31,9 @@ def create(
 
         return SharedMemoryTransport(rank, num_ranks, receive_bytes, send_bytes)
     if name == "verbs":
-        from transport.verbs import VerbsTransport
+        # A thread that imports what is failing in another one finds half a module.
+        with _importing:
+            from transport.verbs import VerbsTransport
 
         return VerbsTransport(rank, num_ranks, receive_bytes, send_bytes, num_queues)
     raise ValueError(
