@@ -8,7 +8,6 @@ of 256 experts); medians of 5, cached dispatch and combine.
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numba_ep
 from numba_ep import device as devices
 from numba_ep.group import members
+from numba_ep.meeting import use_local_gpu
 from numba_ep.selfcheck import Sizes
 from numba_ep.tuning import Tuner
 
@@ -27,9 +27,7 @@ def main() -> None:
     """Time every config; a line each."""
     comm = numba_ep.world()
     ranks = members(comm)
-    device = devices.select("cuda")
-    hosts = ranks.allgather(socket.gethostname())
-    device.use_gpu(hosts[: ranks.rank].count(hosts[ranks.rank]))
+    use_local_gpu(ranks, devices.select("cuda"))
     configs = []
     for text in sys.argv[1:]:
         num_sms, capacity, chunk = (int(part) for part in text.split(":"))

@@ -78,6 +78,12 @@ def agree(members: Members, settings: Settings) -> None:
                 )
 
 
+def use_local_gpu(members: Members, device: Any) -> None:
+    """Collective: each rank of a host takes another of its GPUs, counted round."""
+    hosts = members.allgather(socket.gethostname())
+    device.use_gpu(hosts[: members.rank].count(hosts[members.rank]))
+
+
 def compile_kernels(members: Members, device: Any) -> None:
     """Have every kernel's machine code before the first wait of any rank.
 

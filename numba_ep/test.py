@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from numba_ep import device as devices
 from numba_ep.checks import check_experts
 from numba_ep.config import Config
 from numba_ep.group import Members, members, world
+from numba_ep.meeting import use_local_gpu
 
 FULL_SIZES = (4096, 7168, 8, 256)
 OPERATIONS = (("dispatch", "fp8"), ("dispatch", "bf16"), ("combine", "bf16"))
@@ -106,8 +106,7 @@ class Run:
         device = devices.select(options.device)
         self.on_gpu = devices.target() == "cuda"
         if self.on_gpu and options.ranks is None:
-            hosts = self.ranks.allgather(socket.gethostname())
-            device.use_gpu(hosts[: self.ranks.rank].count(hosts[self.ranks.rank]))
+            use_local_gpu(self.ranks, device)
         self.work = choose_work(options, self.ranks.num_ranks, self.on_gpu)
         self.checks: list[dict[str, Any]] = []
 

@@ -8,7 +8,6 @@ One line a check; the exit status is 1 if one fails.
 from __future__ import annotations
 
 import functools
-import socket
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ from numba_ep import device as devices
 from numba_ep import reference as ref
 from numba_ep.arrays import from_host, to_host
 from numba_ep.group import members
+from numba_ep.meeting import use_local_gpu
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 64, 1024, 4, 16
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -37,9 +37,7 @@ class Rank:
     def __init__(self, timeout_s: float = 20.0) -> None:
         self.comm = numba_ep.world()
         self.ranks = members(self.comm)
-        device = devices.select("cuda")
-        hosts = self.ranks.allgather(socket.gethostname())
-        device.use_gpu(hosts[: self.ranks.rank].count(hosts[self.ranks.rank]))
+        use_local_gpu(self.ranks, devices.select("cuda"))
         self.config = numba_ep.Config(8, 8, 32, 8, 32)
         num_bytes = self.config.get_rdma_buffer_size_hint(
             2 * HIDDEN, self.ranks.num_ranks

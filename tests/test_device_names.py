@@ -193,6 +193,14 @@ def test_block_sync(runtime: Any, grid: tuple[int, int]) -> None:
         assert (rounds[::LINE] == count).all()
 
 
+@cuda.jit(device=True)
+def announce(flag: int, turn: int, block_words: int) -> None:
+    if block_words:
+        add_release_block(flag, 0, 1)
+    else:
+        st_release(flag, 0, turn)
+
+
 @cuda.jit
 def pass_on_kernel(
     data: int, flag: int, block_words: int, count: int, wrong: int
@@ -202,10 +210,7 @@ def pass_on_kernel(
         if warp_id() == 0:
             for i in range(3):
                 store_i64(data, LINE * i, turn * (i + 1))
-            if block_words:
-                add_release_block(flag, 0, 1)
-            else:
-                st_release(flag, 0, turn)
+            announce(flag, turn, block_words)
         spins = 0
         since = clock_ns()
         mine = flag if warp_id() == 1 else flag + 8 * LINE
@@ -246,10 +251,7 @@ def pass_rows_kernel(
     for turn in range(1, count + 1):
         if warp_id() == 0:
             copy_row(to, of + turn % ROWS * ROW_BYTES, ROW_BYTES)
-            if block_words:
-                add_release_block(flag, 0, 1)
-            else:
-                st_release(flag, 0, turn)
+            announce(flag, turn, block_words)
         spins = 0
         since = clock_ns()
         mine = flag if warp_id() == 1 else flag + 8 * LINE
