@@ -38,11 +38,18 @@ def counter_at(comm, table, peer, channel):
 
 
 @cuda.jit(device=True)
-def counter_word(comm, table, peer, channel):
-    """Address of that counter here. Traffic with oneself has its own, in device
-    memory."""
+def tail_word(comm, peer, channel):
+    """Address of the tail that `peer` writes here. Traffic with oneself has its own
+    counters, in device memory."""
+    base = comm.own if peer == comm.rank else comm.landing
+    return base + counter_at(comm, comm.tails_at, peer, channel)
+
+
+@cuda.jit(device=True)
+def head_word(comm, peer, channel):
+    """Address of the head that `peer` writes here."""
     base = comm.own if peer == comm.rank else comm.receive
-    return base + counter_at(comm, table, peer, channel)
+    return base + counter_at(comm, comm.heads_at, peer, channel)
 
 
 @cuda.jit(device=True)
@@ -111,19 +118,21 @@ def poll_credit(comm, ring, dst_rank, channel, seen):
     still on its way: until then there is none.
     """
     start = cursor(comm, comm.tail_cursors, dst_rank, channel)
-    word = counter_word(comm, comm.heads_at, dst_rank, channel)
+    word = head_word(comm, dst_rank, channel)
     consumed = warp_broadcast(ld_relaxed(word, 0)) - start
     credit = consumed + ring.capacity if consumed >= 0 else 0
-    # Acquire: the slot's reader was done before this head was written.
+    if credit <= seen:
+        return seen
+    # Acquire, once per advance: the slot was read before this head was written.
     fence()
-    return max(seen, credit)
+    return credit
 
 
 @cuda.jit(device=True)
 def poll_tail(comm, src_rank, channel, seen):
     """Positions below this may be read. `seen`: what the last poll returned."""
     start = cursor(comm, comm.head_cursors, src_rank, channel)
-    word = counter_word(comm, comm.tails_at, src_rank, channel)
+    word = tail_word(comm, src_rank, channel)
     published = warp_broadcast(ld_relaxed(word, 0)) - start
     if published <= seen:
         return seen
@@ -139,7 +148,7 @@ def publish_chunk(comm, ring, dst_rank, channel, first, count):
     since = now(comm)
     tail = cursor(comm, comm.tail_cursors, dst_rank, channel) + first + count
     if dst_rank == comm.rank:
-        st_release(counter_word(comm, comm.tails_at, dst_rank, channel), 0, tail)
+        st_release(tail_word(comm, dst_rank, channel), 0, tail)
     else:
         push_put(
             comm, channel, dst_rank,
@@ -160,7 +169,7 @@ def return_credit(comm, src_rank, channel, returned, consumed):
     since = now(comm)
     head = cursor(comm, comm.head_cursors, src_rank, channel) + consumed
     if src_rank == comm.rank:
-        st_release(counter_word(comm, comm.heads_at, src_rank, channel), 0, head)
+        st_release(head_word(comm, src_rank, channel), 0, head)
     else:
         at = counter_at(comm, comm.heads_at, comm.rank, channel)
         push_counter(comm, channel, src_rank, at, head)

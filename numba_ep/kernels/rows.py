@@ -58,7 +58,7 @@ def row_from(comm, operation, src_rank):
     """Address of the row of `src_rank`; one's own is read where it was written."""
     if src_rank == comm.rank:
         return comm.send_rows + area(comm, operation, src_rank)
-    return comm.receive + comm.rows_at + area(comm, operation, src_rank)
+    return comm.landing + comm.rows_at + area(comm, operation, src_rank)
 
 
 @cuda.jit(device=True)
@@ -124,7 +124,7 @@ def send_row(comm, header, notice, status, operation, dst_rank):
 @cuda.jit(device=True)
 def wait_for_row_of(comm, operation, src_rank):
     """One warp: until the row of `src_rank` is here; False if the Buffer aborts."""
-    word = comm.receive + comm.row_counters_at + src_rank * LINE_BYTES
+    word = comm.landing + comm.row_counters_at + src_rank * LINE_BYTES
     spins = 0
     since = clock_ns()
     while True:
