@@ -26,7 +26,8 @@ LAYERS = """
 transport.wr transport.jit
 transport.atomics_jit transport.atomics_python
 transport.atomics
-transport.base transport.process transport.cuda_driver transport.cuda_call transport.statistics
+transport.base transport.process transport.statistics
+transport.cuda_driver transport.cuda_call
 transport.verbs_device transport.verbs_queue transport.post_log
 transport.verbs_resources
 transport.fifo transport.shm transport.verbs

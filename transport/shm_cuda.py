@@ -214,6 +214,17 @@ class CopyEngineTransport(SharedMemoryTransport):
                 self._here[peer, k] = self.receive.address + self._boxes_at + own
                 self._there[0, peer, k] = place[0] + self._boxes_at + theirs
                 self._there[1, peer, k] = gpu + self._boxes_at + theirs
+                note = int(self._there[0, peer, k]) + NOTES
+                self._use_once(int(self._out[peer, k]), int(self._in[peer, k]), note)
+
+    def _use_once(self, out: int, into: int, pinned: int) -> None:
+        """The driver might not make what a stream needs while a kernel waits for it."""
+        at = self.landing.address  # all zeros still
+        call(driver.cuMemcpyDtoHAsync, pinned, at, LINE_BYTES, out)
+        call(driver.cuMemcpyHtoDAsync, at, pinned, LINE_BYTES, into)
+        for stream in (out, into):
+            call(driver.cuStreamWriteValue64, stream, at, 0, 0)
+            call(driver.cuStreamSynchronize, stream)
 
     def post(self, batch: np.ndarray) -> np.ndarray:
         """Hand all writes to the streams, as far as there is room for their notes."""

@@ -13,8 +13,8 @@ from numba_ep.device import (
     add_release_block,
     clock_ns,
     cuda,
-    fence,
     lane_id,
+    ld_acquire,
     ld_acquire_block,
     ld_relaxed,
     load_i32,
@@ -130,7 +130,7 @@ def wait_for_row_of(comm, operation, src_rank):
     while True:
         arrived = warp_broadcast(ld_relaxed(word, 0))
         if arrived >= operation:
-            fence()  # the row is read after its counter
+            ld_acquire(word, 0)  # the row is read after its counter
             warp_sync()
             record(comm, WAIT_ROW, 0, src_rank, since, now(comm), operation, 1)
             return True
