@@ -17,7 +17,7 @@ import numpy as np
 
 from transport import wr
 from transport.atomics import BELL_BYTES, SLEEP_NS, ring, write_word
-from transport.base import NO_WORDS, TransportError
+from transport.base import TransportError
 from transport.process import Process, own_process
 from transport.verbs_device import explained, translated
 from transport.verbs_queue import (
@@ -79,8 +79,6 @@ class VerbsTransport:
         self._port, self._cq = resources.port, resources.cq
         self._most_asked = resources.most_asked
         self.receive, self._receive_mr = resources.region(receive_bytes, True)
-        self.landing = self.receive
-        self.words = self.seen = NO_WORDS
         self.send, send_mr = resources.region(send_bytes, False)
         source = self.send.address, send_mr.lkey
         self._chains: dict[int, Chain] = {

@@ -11,7 +11,7 @@ from numba_ep.device import (
     atomic_add,
     clock_ns,
     cuda,
-    ld_acquire,
+    fence,
     ld_relaxed,
     relax,
     st_release_host,
@@ -54,8 +54,7 @@ def reserve_entry(comm, channel):
     since = clock_ns()
     # A full FIFO makes the kernel wait: an entry that the host has not taken is never
     # overwritten.
-    # Acquire: the host has read the entry before it counted it as freed.
-    while sequence - ld_acquire(freed, 0) >= comm.fifo_depth:
+    while sequence - ld_relaxed(freed, 0) >= comm.fifo_depth:
         relax(spins)
         spins += 1
         if spins % SPINS_PER_CHECK == 0:
@@ -67,6 +66,7 @@ def reserve_entry(comm, channel):
                 )  # fmt: skip
             if verdict != GO_ON:
                 return 0, sequence
+    fence()  # the host has read the entry before it counted it as freed
     index = channel * comm.fifo_depth + sequence % comm.fifo_depth
     return comm.fifo + index * ENTRY_BYTES, sequence
 
