@@ -62,6 +62,7 @@ numba_ep.buffer
 numba_ep.cast numba_ep.trace
 numba_ep.selfcheck numba_ep.ring_history
 numba_ep.tuning numba_ep.view
+numba_ep.report
 numba_ep.test
 """
 LINES = LAYERS.splitlines()
@@ -92,8 +93,10 @@ CONFINED = {
     "torch": ["numba_ep/group.py", "numba_ep/arrays.py"],
     "cupy": ["numba_ep/device/cuda*.py", "numba_ep/arrays.py"],
     "matplotlib": ["numba_ep/trace_plot.py", "numba_ep/view.py"],
+    "rich": ["numba_ep/report.py"],
 }
-LAZY = ("mpi4py", "torch", "cupy", "matplotlib")  # imported inside of functions only
+# Imported inside of functions only.
+LAZY = ("mpi4py", "torch", "cupy", "matplotlib", "rich")
 
 
 class Import(NamedTuple):
