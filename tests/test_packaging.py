@@ -294,11 +294,25 @@ def test_readme_counts_lines() -> None:
     assert "numba_ep/buffer.py" in told
 
 
-def test_local_links_of_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_local_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)]+)\)", text):
         if "://" not in target:
-            assert (ROOT / target).exists(), target
+            file, _, anchor = target.partition("#")
+            found = page.parent / file if file else page
+            assert found.exists(), target
+            assert not anchor or anchor in anchors(found), target
 
 
 def test_picture_is_what_its_script_draws() -> None:
