@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -46,10 +47,12 @@ def ink_on(colour: Any) -> str:
     return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
 
 
-def draw_matrix(ax: Any, matrix: Any, title: str, rows: str, columns: str) -> None:
-    """Numbers in shades of blue, each cell with its number."""
+def draw_matrix(
+    ax: Any, matrix: Any, title: str, rows: str, columns: str, largest: Any = None
+) -> None:
+    """Numbers in shades of blue, each with its number; `largest` is the darkest."""
     matrix = np.asarray(matrix)
-    image = ax.imshow(matrix, cmap="Blues", vmin=0, aspect="auto")
+    image = ax.imshow(matrix, cmap="Blues", vmin=0, vmax=largest, aspect="auto")
     for (row, column), value in np.ndenumerate(matrix):
         colour = image.cmap(image.norm(value))
         ax.text(column, row, value, ha="center", va="center", color=ink_on(colour))
@@ -59,12 +62,14 @@ def draw_matrix(ax: Any, matrix: Any, title: str, rows: str, columns: str) -> No
     ax.spines[:].set_visible(False)
 
 
-def draw_rows(ax: Any, src_ranks: Any, labels: Any, y: float = 0) -> None:
+def draw_rows(
+    ax: Any, src_ranks: Any, labels: Any, y: float = 0, first: int = 0
+) -> None:
     """A line of boxes, one a row: the colour is its source rank, the text its label."""
-    for x, (src_rank, label) in enumerate(zip(src_ranks, labels)):
+    for x, (src_rank, label) in enumerate(zip(src_ranks, labels), start=first):
         colour = COLOURS[src_rank]
-        ax.add_patch(mpl.patches.Rectangle((x, y - 0.4), 0.9, 0.8, color=colour))
-        ax.text(x + 0.45, y, label, ha="center", va="center", color=ink_on(colour))
+        ax.add_patch(mpl.patches.Rectangle((x - 0.45, y - 0.4), 0.9, 0.8, color=colour))
+        ax.text(x, y, label, ha="center", va="center", color=ink_on(colour))
 
 
 def legend_of_ranks(ax: Any, num_ranks: int, title: str = "") -> None:
@@ -76,9 +81,14 @@ def legend_of_ranks(ax: Any, num_ranks: int, title: str = "") -> None:
     ax.legend(handles=handles, loc="center right", frameon=False, title=title)
 
 
-def source(*functions: Any) -> Any:
-    """The source text of functions, kernels and classes, for a cell's last line."""
+def show_source(*parts: Any) -> Any:
+    """Functions, kernels, classes or texts as Python code, for a cell's last line."""
     from IPython.display import Markdown
 
-    texts = [inspect.getsource(getattr(f, "py_func", f)) for f in functions]
-    return Markdown("```python\n" + "\n".join(texts) + "```")
+    texts = [
+        part if isinstance(part, str)
+        else inspect.getsource(getattr(part, "py_func", part))
+        for part in parts
+    ]  # fmt: skip
+    code = "\n\n".join(textwrap.dedent(text).strip() for text in texts)
+    return Markdown(f"```python\n{code}\n```")
