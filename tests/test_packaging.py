@@ -60,8 +60,8 @@ numba_ep.operation
 numba_ep.dispatch numba_ep.combine
 numba_ep.buffer
 numba_ep.cast numba_ep.trace
-numba_ep.selfcheck
-numba_ep.tuning
+numba_ep.selfcheck numba_ep.ring_history
+numba_ep.tuning numba_ep.view
 numba_ep.test
 """
 LINES = LAYERS.splitlines()
@@ -91,7 +91,7 @@ CONFINED = {
     "mpi4py": ["numba_ep/group.py"],
     "torch": ["numba_ep/group.py", "numba_ep/arrays.py"],
     "cupy": ["numba_ep/device/cuda*.py", "numba_ep/arrays.py"],
-    "matplotlib": ["numba_ep/trace_plot.py"],
+    "matplotlib": ["numba_ep/trace_plot.py", "numba_ep/view.py"],
 }
 LAZY = ("mpi4py", "torch", "cupy", "matplotlib")  # imported inside of functions only
 
