@@ -193,8 +193,8 @@ RECEIVER = [
     Mutant(
         "experts of other ranks keep their weight",
         KERNELS + "dispatch.py",
-        "weight if is_local else np.float32(0)",
-        "weight",
+        "if is_local and rows.topk_weights != 0:",
+        "if rows.topk_weights != 0:",
     ),
     Mutant(
         "a refused operation moves tokens all the same",
