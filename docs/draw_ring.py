@@ -59,7 +59,9 @@ def main() -> None:
         frames.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))
     # One palette for all: each frame's own would change the rarer colours.
     palette = frames[len(frames) // 2].quantize(64, Image.Quantize.MAXCOVERAGE)
-    first, *others = (frame.quantize(palette=palette) for frame in frames)
+    first, *others = (
+        frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames
+    )
     first.save(file, save_all=True, append_images=others, duration=FRAME_MS, loop=0)
     print(f"\n{file}: {file.stat().st_size / 1000:.0f} kB")
 

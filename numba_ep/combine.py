@@ -27,16 +27,16 @@ class Combine(Operation):
     def prepare(
         self, x: Any, handle: Any, topk_weights: Any, bias: Any, config: Config
     ) -> None:
-        """Check everything."""
+        """Check everything, allocate the sums."""
         self.check_config(config)
         self.handle = checks.check_handle(handle, self.endpoint, config)
         self.payload, self.biases = checks.check_combine(
             x, self.handle, topk_weights, bias, self.on_gpu
         )
         self.set_header(handle_operation=self.handle.operation)
+        self._arrange()
 
-    def deliver(self) -> tuple[Any, Any, EventOverlap]:
-        """Allocate the sums, move and add the rows, return DeepEP's tuple."""
+    def _arrange(self) -> None:
         handle, payload = self.handle, self.payload
         num_tokens = int(handle.is_token_in_rank.shape[0])
         combined = empty(payload.x, (num_tokens, payload.hidden), BFLOAT16)
@@ -60,5 +60,9 @@ class Combine(Operation):
             bias_1=biases[1],
         )
         to = Payload(combined, None, None, weights, BFLOAT16)
-        used = handle, self.biases
-        return combined, weights, self.launch(combine_kernel, plan, arrivals, to, used)
+        self.arrange(combine_kernel, plan, arrivals, to, (handle, self.biases))
+
+    def deliver(self) -> tuple[Any, Any, EventOverlap]:
+        """Move and add the rows, return DeepEP's tuple."""
+        event = self.launch()
+        return self.to.x, self.to.topk_weights, event

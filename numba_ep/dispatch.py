@@ -110,7 +110,7 @@ class Dispatch(Operation):
     def prepare_cached(
         self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any, config: Config
     ) -> None:
-        """Check everything for a dispatch by the routing of `handle`."""
+        """The same by the routing of `handle`; allocate what is received."""
         self.kind = Kind.CACHED_DISPATCH
         self.check_config(config)
         self._check_numbers()
@@ -133,21 +133,33 @@ class Dispatch(Operation):
                 f"got {self.num_worst_tokens}"
             )
         self.set_header(handle_operation=self.handle.operation)
+        self._arrange()
 
     def deliver(self) -> tuple[Any, Any, Any, Any, Handle | None, EventOverlap]:
-        """Allocate what is received, move the tokens, return DeepEP's tuple."""
+        """Move the tokens, return DeepEP's tuple."""
         fresh = self.kind == Kind.DISPATCH
         if fresh:
-            received = int(self.words[RESULT_RECEIVED])
-            self.handle = self._complete(received)
-        handle, payload = self.handle, self.payload
-        rows = self.num_worst_tokens or handle.num_rows
-        to = self._outputs(rows)
+            # Only the rows told how many tokens come.
+            self.handle = self._complete(int(self.words[RESULT_RECEIVED]))
+            self._arrange()
+            # Outputs may have been filled on the caller's stream.
+            self.endpoint.begin(self.payload.x)
+        event = self.launch()
+        handle, to = self.handle, self.to
+        recv_x = to.x if to.scales is None else (to.x, to.scales)
+        if not fresh:
+            return recv_x, None, None, None, None, event
+        counts = self.words[RESULT_EXPERTS:][: handle.num_experts // self.num_ranks]
+        per_expert = [] if self.num_worst_tokens else counts.tolist()
+        return recv_x, to.topk_idx, to.topk_weights, per_expert, handle, event
+
+    def _arrange(self) -> None:
+        handle = self.handle
         plan = Plan(
             channel_prefix=address(handle.rdma_channel_prefix_matrix),
             token_list=address(handle.token_list) or 1,
             rank_prefix=0,
-            num_tokens=payload.num_tokens,
+            num_tokens=self.payload.num_tokens,
         )
         arrivals = Arrivals(
             channel_prefix=address(handle.recv_rdma_channel_prefix_matrix),
@@ -158,13 +170,8 @@ class Dispatch(Operation):
             bias_0=0,
             bias_1=0,
         )
-        event = self.launch(dispatch_kernel, plan, arrivals, to, handle)
-        recv_x = to.x if to.scales is None else (to.x, to.scales)
-        if not fresh:
-            return recv_x, None, None, None, None, event
-        counts = self.words[RESULT_EXPERTS:][: handle.num_experts // self.num_ranks]
-        per_expert = [] if self.num_worst_tokens else counts.tolist()
-        return recv_x, to.topk_idx, to.topk_weights, per_expert, handle, event
+        to = self._outputs(self.num_worst_tokens or handle.num_rows)
+        self.arrange(dispatch_kernel, plan, arrivals, to, handle)
 
     def _complete(self, received: int) -> Handle:
         """The handle with what only the exchange of rows could tell."""

@@ -1,10 +1,12 @@
 """One dispatch or combine: what it checks, opens with, allocates and launches.
 
     with operation.opened():     # the row exchange follows the block
-        operation.prepare(...)   # raises what is wrong here
+        operation.prepare(...)   # raises what is wrong here, allocates if it can
     operation.deliver()          # outputs, the kernel, the result
 
-What `prepare` raises is held back until all ranks have this rank's refusal.
+What `prepare` raises is held back until all ranks have this rank's refusal. What need
+not wait for the rows is made ready before they leave, so that on a GPU the kernel that
+moves tokens stands right behind the one that exchanges rows.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class Operation:
     kind: Kind
     config: Config
     payload: Payload = None  # type: ignore[assignment]
+    to: Payload  # what is received
     needs_counts = False  # whether the host must know what the rows say
 
     def __init__(self, endpoint: Endpoint, async_finish: bool) -> None:
@@ -47,6 +50,8 @@ class Operation:
         self.on_gpu = endpoint.on_gpu
         self.header, self.notice = EMPTY_HEADER, EMPTY_NOTICE
         self.words: Any = None
+        self._grid: Any = None
+        self._used: Any = None
         self.async_finish = async_finish
         self.number = 0  # of the operation, where its end is not waited for
 
@@ -124,10 +129,11 @@ class Operation:
             self.endpoint.runtime.abort()
             raise
 
-    def launch(
+    def arrange(
         self, kernel: Any, plan: Plan, arrivals: Arrivals, to: Payload, used: Any
-    ) -> EventOverlap:
-        """Move `payload` by `plan`; what arrives goes to `to` by `arrivals`.
+    ) -> None:
+        """Have `launch` move `payload` by `plan`; what arrives goes to `to` by
+        `arrivals`.
 
         used: what else the kernel reads, and must live as long as it runs.
         """
@@ -136,10 +142,15 @@ class Operation:
         ring = self._ring(blocks, warps)
         sent, received = self.payload.rows(), to.rows()
         args = (self.endpoint.comm, ring, plan, arrivals, sent, received)
-        self.endpoint.launch(kernel, blocks, warps, args)
+        self.to, self._used = to, (self.payload, to, used)
+        self._grid = kernel, blocks, warps, args
+
+    def launch(self) -> EventOverlap:
+        """Start what was arranged."""
+        self.endpoint.launch(*self._grid)
         if not self.endpoint.asynchronous:
             return EventOverlap()
-        self.number = self.endpoint.results.leave((self.payload, to, used))
+        self.number = self.endpoint.results.leave(self._used)
         if self.async_finish:
             return EventOverlap(self.wait)
         return EventOverlap()

@@ -19,6 +19,7 @@ from numba_ep.reference import RankInput, Received
 from numba_ep.slot import SCALE_GROUP
 
 DATA = ("fp8", "bf16", "random")
+NUM_CHECKS = 1 + 3 * 2 * len(DATA)  # of Checker: the layout, three a journey
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 

@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +19,10 @@ from numba_ep.checks import check_experts
 from numba_ep.config import Config
 from numba_ep.group import Members, members, world
 from numba_ep.meeting import use_local_gpu
+from numba_ep.report import PROGRESS, Lines, report_for
 
 FULL_SIZES = (4096, 7168, 8, 256)
+CALLS_IN_A_ROW = 4  # on a GPU
 OPERATIONS = (("dispatch", "fp8"), ("dispatch", "bf16"), ("combine", "bf16"))
 SIZE_NAMES = ("num_tokens", "hidden", "num_topk", "num_experts")
 
@@ -50,6 +51,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--skip-tuning", action="store_true", help="time the default config")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--timeout", type=float, default=30.0, help="seconds a wait may be")
+    p.add_argument(
+        "--progress", choices=PROGRESS, default="auto",
+        help="bars and tables instead of lines; auto: on a terminal",
+    )  # fmt: skip
     p.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     p.add_argument(
         "--trace", type=Path, metavar="FILE",
@@ -96,12 +101,10 @@ def chunk_sizes(config: Config, skip_tuning: bool, step: int) -> list[Config]:
 
 
 class Run:
-    """One rank's run; `say` prints on rank 0 only."""
+    """One rank's run."""
 
-    def __init__(
-        self, options: argparse.Namespace, group: Any, say: Callable[[str], None]
-    ) -> None:
-        self.options, self.group, self.say = options, group, say
+    def __init__(self, options: argparse.Namespace, group: Any, report: Lines) -> None:
+        self.options, self.group, self.report = options, group, report
         self.ranks: Members = members(group)
         device = devices.select(options.device)
         self.on_gpu = devices.target() == "cuda"
@@ -149,7 +152,7 @@ class Run:
 
     def _announce(self, config: Config) -> None:
         work = self.work
-        self.say(
+        self.report.say(
             f"{self.ranks.num_ranks} ranks on {devices.target()}, transport "
             f"{self.options.transport}: {work.num_tokens} tokens, "
             f"hidden {work.hidden}, top-{work.num_topk} of {work.num_experts} experts, "
@@ -160,33 +163,31 @@ class Run:
                 f"--{name.replace('_', '-')} {size}"
                 for name, size in zip(SIZE_NAMES, FULL_SIZES)
             )
-            self.say(f"small sizes, chosen for a CPU; the full ones: {full}")
+            self.report.say(f"small sizes, chosen for a CPU; the full ones: {full}")
 
     def _check(self, buffer: Any) -> None:
-        from numba_ep.selfcheck import Checker, Sizes
+        from numba_ep.selfcheck import NUM_CHECKS, Checker, Sizes
 
         sizes = Sizes(*self.work[:4], self.options.seed)
         checker = Checker(buffer, sizes, self.on_gpu)
+        self.report.checks_begin(NUM_CHECKS)
         for steps in (checker.layout, checker.journeys):
             for outcome in steps():
                 # Every rank hears of every rank's result and so ends in the same way.
-                everyone = self.ranks.allgather(outcome.difference)
-                wrong = [r for r, found in enumerate(everyone) if found is not None]
+                everyone = enumerate(self.ranks.allgather(outcome.difference))
+                wrong = {rank: found for rank, found in everyone if found is not None}
                 self.checks.append({"name": outcome.name, "ok": not wrong})
-                self.say(f"  {outcome.name:<24} {'WRONG' if wrong else 'exact'}")
-                for rank in wrong:
-                    self.say(f"    rank {rank}: {outcome.name}: {everyone[rank]}")
+                self.report.check(outcome.name, wrong)
 
     def _time(self, buffer: Any, configs: dict[str, list[Config]]) -> dict[str, Any]:
         from numba_ep.selfcheck import Sizes
         from numba_ep.tuning import Tuner
 
         sizes = Sizes(*self.work[:4], self.options.seed)
-        tuner = Tuner(buffer, self.ranks, sizes, self.on_gpu, repeats=5)
-        self.say(
-            f"  {'':<16}{'chunk':>6}{'time us':>10}{'algorithm':>11}{'wire':>8}"
-            f"{'raw':>8}   GB/s a rank"
-        )
+        tuner = Tuner(buffer, self.ranks, sizes, self.on_gpu, 5, CALLS_IN_A_ROW)
+        if tuner.calls > 1:
+            self.report.say(f"  times: one of {tuner.calls} calls in a row")
+        self.report.times_begin(sum(len(configs[kind]) for kind, _ in OPERATIONS))
         results: dict[str, Any] = {"dispatch": {}, "combine": {}}
         for kind, data in OPERATIONS:
             figures = []
@@ -196,11 +197,11 @@ class Run:
                     else tuner.dispatch(data, config)
                 )  # fmt: skip
                 figures.append(one)
-                self.say(_line(f"{kind} {data}", one))
+                self.report.time(f"{kind} {data}", one)
             best = min(figures)
             results[kind][data] = best._asdict()
             if len(figures) > 1:
-                self.say(_line("    best", best))
+                self.report.best(f"{kind} {data}", best)
         return results
 
     def _trace(self, buffer: Any, config: Config) -> None:
@@ -215,33 +216,24 @@ class Run:
         if self.ranks.rank == 0:
             recorded.write(self.options.trace)
         lost = f", {sum(recorded.lost)} older ones lost" if any(recorded.lost) else ""
-        self.say(f"  trace: {len(recorded.events)} events{lost}: {self.options.trace}")
-
-
-def _line(name: str, figure: Any) -> str:
-    return (
-        f"  {name:<16}{figure.chunk:>6}{figure.time_us:>10.0f}"
-        f"{figure.algorithm_gbps:>11.3f}{figure.wire_gbps:>8.3f}{figure.raw_gbps:>8.3f}"
-    )
+        found = f"{len(recorded.events)} events{lost}"
+        self.report.say(f"  trace: {found}: {self.options.trace}")
 
 
 def run_rank(options: argparse.Namespace, group: Any) -> bool:
     """One rank, start to end; True if every check of every rank passed."""
     is_first = group.Get_rank() == 0
     start = time.monotonic()
-
-    def say(text: str) -> None:
-        if is_first:
-            print(text, flush=True)
-
-    results = Run(options, group, say).all()
-    passed = all(check["ok"] for check in results["checks"])
-    if is_first and options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
-    say(
-        f"{'passed' if passed else 'FAILED'}: {len(results['checks'])} checks on "
-        f"{results['ranks']} ranks in {time.monotonic() - start:.1f} s"
-    )
+    with report_for(is_first, options.progress) as report:
+        results = Run(options, group, report).all()
+        passed = all(check["ok"] for check in results["checks"])
+        if is_first and options.json is not None:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+        report.end(
+            passed,
+            f"{len(results['checks'])} checks on {results['ranks']} ranks in "
+            f"{time.monotonic() - start:.1f} s",
+        )
     return passed
 
 

@@ -7,7 +7,7 @@
 
 Above the source's send ring, below it the ring at the destination that mirrors it, at
 the bottom the counters as the source knows them. What is drawn comes from
-ring_history.py. Needs matplotlib.
+ring_history.py. Needs matplotlib. Rings of up to some 64 slots are readable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOOK = {
     CREDITED: ("white", "", "#999999"),
 }
 TAIL, HEAD, INK = "#d55e00", "#009e73", "#222222"
-SLOTS_A_LINE = 32
+SLOTS_A_LINE, LINE_HEIGHT = 32, 2.8  # in slots, with room for tail and head
 
 
 def animate(
@@ -87,11 +87,11 @@ class _Picture:
 
         self.ring = ring
         self.first = int(ring.moments(1)[0])
-        lines = -(-ring.capacity // SLOTS_A_LINE)
+        end = LINE_HEIGHT * -(-ring.capacity // SLOTS_A_LINE)
         # Without pyplot: nothing is kept alive, and no window system is asked.
-        self.figure = Figure(figsize=(8, 3.4 + 0.9 * lines), layout="constrained")
+        self.figure = Figure(figsize=(8, 2.3 + 0.7 * end), layout="constrained")
         FigureCanvasAgg(self.figure)
-        axes = self.figure.subplots(3, 1, height_ratios=[lines + 1, lines + 1, 2.4])
+        axes = self.figure.subplots(3, 1, height_ratios=[end, end, 3.2])
         self.clock = self.figure.suptitle(" ", fontsize=11)
         self.ends = [
             _End(ax, f"rank {rank}: {name}", ring.capacity)
@@ -163,11 +163,11 @@ class _End:
         self.head = ax.text(0, 0, "", color=HEAD, ha="center", va="top", fontsize=9)
         ax.set_title(name, loc="left", fontsize=10)
         ax.set_xlim(-0.5, columns + 0.5)
-        ax.set_ylim(lines * 2 - 0.2, -0.9)
+        ax.set_ylim(lines * LINE_HEIGHT - 1, -1)
         ax.axis("off")
 
     def _corner(self, slot: int) -> tuple[float, float]:
-        return slot % SLOTS_A_LINE, 2 * (slot // SLOTS_A_LINE)
+        return slot % SLOTS_A_LINE, LINE_HEIGHT * (slot // SLOTS_A_LINE)
 
     def show(self, slots: Slots) -> None:
         """Colour and number every slot, move the counters."""

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import textwrap
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import require
 
+from numba_ep.device.cores import warn_of_one_core
 from numba_ep.group import Members, members
 from numba_ep.spawn import ThreadGroup, spawn
 
@@ -189,6 +191,19 @@ def test_only_the_given_communicator_is_used(tmp_path: Path) -> None:
             open(done, "w").close()
         """,
     )
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_one_core_for_a_rank_on_a_gpu_is_said(
+    cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warn_of_one_core("rank 3")
+    expected = ["--bind-to none"] if cores == 1 else []
+    assert [str(one.message)[-14:] for one in said] == expected
 
 
 def test_waiting_ranks_sleep(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ transport
 
 numba_ep.slot numba_ep.handle numba_ep.reference numba_ep.arrays
 numba_ep.config
-numba_ep.device.memory numba_ep.device.memory_ir
+numba_ep.device.memory numba_ep.device.memory_ir numba_ep.device.cores
 numba_ep.device.pool numba_ep.device.cuda_ir numba_ep.device.cpu_rows
 numba_ep.device.cuda_lanes numba_ep.device.cuda_rows numba_ep.device.cuda_runtime
 numba_ep.device.cpu numba_ep.device.python numba_ep.device.cuda
@@ -62,6 +62,7 @@ numba_ep.buffer
 numba_ep.cast numba_ep.trace
 numba_ep.selfcheck numba_ep.ring_history
 numba_ep.tuning numba_ep.view
+numba_ep.report
 numba_ep.test
 """
 LINES = LAYERS.splitlines()
@@ -92,8 +93,10 @@ CONFINED = {
     "torch": ["numba_ep/group.py", "numba_ep/arrays.py"],
     "cupy": ["numba_ep/device/cuda*.py", "numba_ep/arrays.py"],
     "matplotlib": ["numba_ep/trace_plot.py", "numba_ep/view.py"],
+    "rich": ["numba_ep/report.py"],
 }
-LAZY = ("mpi4py", "torch", "cupy", "matplotlib")  # imported inside of functions only
+# Imported inside of functions only.
+LAZY = ("mpi4py", "torch", "cupy", "matplotlib", "rich")
 
 
 class Import(NamedTuple):
@@ -291,11 +294,25 @@ def test_readme_counts_lines() -> None:
     assert "numba_ep/buffer.py" in told
 
 
-def test_local_links_of_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_local_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)]+)\)", text):
         if "://" not in target:
-            assert (ROOT / target).exists(), target
+            file, _, anchor = target.partition("#")
+            found = page.parent / file if file else page
+            assert found.exists(), target
+            assert not anchor or anchor in anchors(found), target
 
 
 def test_picture_is_what_its_script_draws() -> None:

@@ -191,3 +191,8 @@ def test_animation(tmp_path: Path) -> None:
     assert "head 4" in receive.texts[5].get_text()
     assert len({patch.get_facecolor() for patch in send.patches}) == 3
     assert {line.get_label() for line in counters.lines} >= {"tail", "head"}
+
+    large = numba_ep.view.follow(trace, Config(2, 32, 64, 32, 64))
+    cells = numba_ep.view.draw(large, 84).axes[0].patches
+    assert len({cell.get_xy() for cell in cells}) == 64
+    assert len({cell.get_y() for cell in cells}) == 2  # lines of 32

@@ -21,6 +21,7 @@ from numba.core import config
 
 import numba_ep
 import transport
+from numba_ep.device.cores import warn_of_one_core
 from numba_ep.device.cuda_ir import (
     LANES,
     add_release_block,
@@ -78,7 +79,9 @@ st_release_host = st_release  # the proxy polls
 
 SPINS_PER_CHECK = 64  # the abort word lies in the host's memory
 WARP_SIZE = LANES
-DEFAULT_NUM_SMS = 20
+# Between two H200 more are slower: their waiting warps slow down what all others tell
+# the host (docs/performance.md).
+DEFAULT_NUM_SMS = 8
 RING_SLOTS = 8192  # of all default rings: a copy engine wants chunks of 500 KB
 # Seven that move rows and their coordinator. Four blocks of 8 warps
 # already read pinned host memory at the 50 GB/s that PCIe gives, and twelve copy rows
@@ -143,6 +146,7 @@ def compile_kernel(kernel: Any, args: tuple[Any, ...]) -> None:
 
 def make_runtime(name: str, num_threads: int) -> Runtime:
     """Stream and memory for one Buffer, on the calling thread's current device."""
+    warn_of_one_core(name)
     return Runtime(name, num_threads)
 
 

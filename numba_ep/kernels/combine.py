@@ -139,35 +139,71 @@ def biases(arrivals, first, group):
     return total
 
 
+# Groups of a lane that are on their way at once: one load after the other would wait
+# for each of them, 0.6 us within a GPU and 2 us over PCIe.
+
+
+@cuda.jit(device=True)
+def biases_x4(arrivals, first, group):
+    """`biases` of four groups of a lane."""
+    return (
+        biases(arrivals, first, group),
+        biases(arrivals, first, group + WARP_SIZE),
+        biases(arrivals, first, group + 2 * WARP_SIZE),
+        biases(arrivals, first, group + 3 * WARP_SIZE),
+    )
+
+
+@cuda.jit(device=True)
+def add_x4(totals, slot, group):
+    """`totals` plus four groups of a lane."""
+    return (
+        add_bf16x8(totals[0], slot, group),
+        add_bf16x8(totals[1], slot, group + WARP_SIZE),
+        add_bf16x8(totals[2], slot, group + 2 * WARP_SIZE),
+        add_bf16x8(totals[3], slot, group + 3 * WARP_SIZE),
+    )
+
+
+@cuda.jit(device=True)
+def store_x4(row, group, totals):
+    """Round and store four groups of a lane."""
+    store_bf16x8(row, group, totals[0])
+    store_bf16x8(row, group + WARP_SIZE, totals[1])
+    store_bf16x8(row, group + 2 * WARP_SIZE, totals[2])
+    store_bf16x8(row, group + 3 * WARP_SIZE, totals[3])
+
+
 @cuda.jit(device=True)
 def reduce_token(comm, ring, arrivals, token, count, rows):
     """bias_0 + bias_1 + the rows by ascending rank, in float32, rounded once."""
     slots = block_scratch(ring) + slots_word(comm) * 8
     first = token * rows.row_bytes
+    row = rows.x + first
     groups = rows.row_bytes // GROUP_BYTES
     group = lane_id()
-    # Four at a time: one load after the other would wait for each of them.
-    while group + 3 * WARP_SIZE < groups:
-        total_0 = biases(arrivals, first, group)
-        total_1 = biases(arrivals, first, group + WARP_SIZE)
-        total_2 = biases(arrivals, first, group + 2 * WARP_SIZE)
-        total_3 = biases(arrivals, first, group + 3 * WARP_SIZE)
+    while group + 7 * WARP_SIZE < groups:
+        other = group + 4 * WARP_SIZE
+        totals = biases_x4(arrivals, first, group)
+        others = biases_x4(arrivals, first, other)
         for i in range(count):
             slot = load_i64(slots, i)
-            total_0 = add_bf16x8(total_0, slot, group)
-            total_1 = add_bf16x8(total_1, slot, group + WARP_SIZE)
-            total_2 = add_bf16x8(total_2, slot, group + 2 * WARP_SIZE)
-            total_3 = add_bf16x8(total_3, slot, group + 3 * WARP_SIZE)
-        store_bf16x8(rows.x + first, group, total_0)
-        store_bf16x8(rows.x + first, group + WARP_SIZE, total_1)
-        store_bf16x8(rows.x + first, group + 2 * WARP_SIZE, total_2)
-        store_bf16x8(rows.x + first, group + 3 * WARP_SIZE, total_3)
+            totals = add_x4(totals, slot, group)
+            others = add_x4(others, slot, other)
+        store_x4(row, group, totals)
+        store_x4(row, other, others)
+        group += 8 * WARP_SIZE
+    while group + 3 * WARP_SIZE < groups:
+        totals = biases_x4(arrivals, first, group)
+        for i in range(count):
+            totals = add_x4(totals, load_i64(slots, i), group)
+        store_x4(row, group, totals)
         group += 4 * WARP_SIZE
     while group < groups:
         total = biases(arrivals, first, group)
         for i in range(count):
             total = add_bf16x8(total, load_i64(slots, i), group)
-        store_bf16x8(rows.x + first, group, total)
+        store_bf16x8(row, group, total)
         group += WARP_SIZE
 
 

@@ -58,26 +58,51 @@ from numba_ep.kernels.waiting import (
 
 
 @cuda.jit(device=True)
-def unpack_row(comm, arrivals, slot, rows, row):
-    """Slot -> user row `row`; expert ids become local, others' get -1 and weight 0."""
-    lane = lane_id()
-    copy_row(rows.x + row * rows.row_bytes, slot, rows.row_bytes)
-    scales = slot + rows.row_bytes
-    for i in range(lane, rows.num_scales, WARP_SIZE):
-        scale = load_f32(scales, i)
+def load_scale(scales, i, num_scales):
+    """Scale `i`, or 0 behind the last one."""
+    return load_f32(scales, i) if i < num_scales else np.float32(0)
+
+
+@cuda.jit(device=True)
+def store_scale(rows, row, i, scale):
+    """Keep scale `i` of user row `row`, if there is one."""
+    if i < rows.num_scales:
         store_f32(rows.scales, row * rows.token_stride + i * rows.scale_stride, scale)
+
+
+@cuda.jit(device=True)
+def unpack_topk(comm, arrivals, ids, rows, row):
+    """Expert ids become local, others' get -1 and weight 0."""
+    weights = ids + 4 * rows.num_topk
+    first = comm.rank * arrivals.num_local_experts
+    for k in range(lane_id(), rows.num_topk, WARP_SIZE):
+        local = load_i32(ids, k) - first
+        is_local = 0 <= local and local < arrivals.num_local_experts
+        at = row * rows.num_topk + k
+        weight = np.float32(0)
+        if is_local and rows.topk_weights != 0:
+            weight = load_f32(weights, k)
+        store_i64(rows.topk_idx, at, local if is_local else -1)
+        if rows.topk_weights != 0:
+            store_f32(rows.topk_weights, at, weight)
+
+
+@cuda.jit(device=True)
+def unpack_row(comm, arrivals, slot, rows, row):
+    """Slot -> user row `row`."""
+    scales = slot + rows.row_bytes
+    lane = lane_id()
+    # The first ones are asked for before the row is copied: over PCIe every load that
+    # waits for another one costs 2 us.
+    scale_0 = load_scale(scales, lane, rows.num_scales)
+    scale_1 = load_scale(scales, lane + WARP_SIZE, rows.num_scales)
+    copy_row(rows.x + row * rows.row_bytes, slot, rows.row_bytes)
+    store_scale(rows, row, lane, scale_0)
+    store_scale(rows, row, lane + WARP_SIZE, scale_1)
+    for i in range(lane + 2 * WARP_SIZE, rows.num_scales, WARP_SIZE):
+        store_scale(rows, row, i, load_f32(scales, i))
     if rows.topk_idx != 0:
-        ids = scales + 4 * rows.num_scales
-        weights = ids + 4 * rows.num_topk
-        first = comm.rank * arrivals.num_local_experts
-        for k in range(lane, rows.num_topk, WARP_SIZE):
-            local = load_i32(ids, k) - first
-            is_local = 0 <= local and local < arrivals.num_local_experts
-            at = row * rows.num_topk + k
-            store_i64(rows.topk_idx, at, local if is_local else -1)
-            if rows.topk_weights != 0:
-                weight = load_f32(weights, k)
-                store_f32(rows.topk_weights, at, weight if is_local else np.float32(0))
+        unpack_topk(comm, arrivals, scales + 4 * rows.num_scales, rows, row)
 
 
 @cuda.jit(device=True)

@@ -119,14 +119,15 @@ def over_peers(advance, report, waits_as, patience=FOR_A_PEER):
             waits_for = -1
             goes_on = -1
             looked = now(comm)  # where this round goes on, the wait ends here
-            # Every rank begins with another peer, or all would send to rank 0 at once.
+            # Every rank begins with another peer, or all would send to rank 0 at once;
+            # the own rank comes last, for its rows need no link.
             for i in range(comm.num_ranks):
-                peer = (comm.rank + i) % comm.num_ranks
+                peer = (comm.rank + 1 + i) % comm.num_ranks
                 done, left = advance(comm, ring, work, rows, channel, peer)
                 if done > 0 and steps == 0:
                     goes_on = peer
                 steps += done
-                if left:
+                if left and (waits_for < 0 or peer != comm.rank):
                     waits_for = peer
             if spins > 0 and steps > 0:
                 record(comm, waits_as, channel, goes_on, since, looked, 0, 0)
