@@ -30,6 +30,11 @@ def test_it_runs_with_its_solutions(path: Path, renderer: Any) -> None:
     printed = "".join(out.text for out in outputs if out.get("name") == "stdout")
     assert "✅" in printed
     assert [out.text for out in outputs if out.get("name") == "stderr"] == []
+    # The page shows the kernels as they are now.
+    page = (PAGES / f"{path.stem}.md").read_text(encoding="utf-8")
+    sources = [out.data.get("text/markdown", "") for out in outputs if "data" in out]
+    way_out = f"run python docs/render_notebooks.py {path.stem}"
+    assert [text for text in sources if text not in page] == [], way_out
     # The exercise as it stands, and then its solution, which the page folds away.
     asked = re.findall("⬜ your turn: (.*)", printed)
     assert asked
