@@ -3,13 +3,15 @@
     python docs/render_notebooks.py              # all
     python docs/render_notebooks.py 00_tour ...  # some
 
-Pictures become files beside the pages. A change of a picture's bytes alone, which every
+Before, it strips a notebook that was saved with its outputs. Pictures become files
+beside the pages. A change of a picture's bytes alone, which every
 run makes, is no reason to commit it.
 """
 
 from __future__ import annotations
 
 import base64
+import copy
 import os
 import re
 import sys
@@ -31,6 +33,18 @@ IMAGES = {"image/png": "png", "image/gif": "gif"}
 def load(path: Path) -> Any:
     """A notebook as it is stored."""
     return nbformat.read(path, as_version=4)
+
+
+def stripped(notebook: Any) -> str:
+    """Its file without outputs, counts and what Jupyter notes about the machine."""
+    bare = copy.deepcopy(notebook)
+    spec = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    bare.metadata = {"kernelspec": spec, "language_info": {"name": "python"}}
+    for cell in bare.cells:
+        cell.metadata = {}
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return str(nbformat.writes(bare)) + "\n"
 
 
 def with_solutions(notebook: Any) -> Any:
@@ -89,9 +103,10 @@ def page(notebook: Any, name: str) -> tuple[str, dict[str, bytes]]:
 
 
 def render(path: Path) -> None:
-    """Run one notebook and write its page and pictures."""
-    name = path.stem
-    text, pictures = page(execute(load(path)), name)
+    """Strip one notebook, run it, and write its page and pictures."""
+    name, notebook = path.stem, load(path)
+    path.write_text(stripped(notebook), encoding="utf-8")
+    text, pictures = page(execute(notebook), name)
     note = f"<!-- python docs/render_notebooks.py {name} -->\n\n"
     folder = PAGES / name
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from cycler import cycler
+
+# Their arrays are NumPy's, so their kernels run on the CPU, also where there is a GPU.
+os.environ["NUMBA_EP_DEVICE"] = "cpu"
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 BLUE, ORANGE, GREEN, RED = "#0072b2", "#e69f00", "#009e73", "#d55e00"
