@@ -25,7 +25,7 @@ class _DefaultNumSms:
     """`Buffer.num_sms` until somebody sets it: the device's default."""
 
     def __get__(self, instance: Any, owner: Any) -> int:
-        return int(devices.select().DEFAULT_NUM_SMS)
+        return devices.defaults().num_sms
 
 
 class Buffer:
@@ -129,12 +129,12 @@ class Buffer:
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """The default config for dispatch; there is one for every number of ranks."""
-        return default_config(num_ranks, Buffer.num_sms, devices.select().RING_SLOTS)
+        return default_config(num_ranks, Buffer.num_sms, devices.defaults().ring_slots)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         """The default config for combine."""
-        return default_config(num_ranks, Buffer.num_sms, devices.select().RING_SLOTS)
+        return default_config(num_ranks, Buffer.num_sms, devices.defaults().ring_slots)
 
     # Layout.
 

@@ -7,6 +7,7 @@ import pytest
 from world import SMALL_RINGS, Scenario, World, check_round, run
 
 import numba_ep
+from numba_ep import device
 from numba_ep.bounce import receive_map, row_bytes, send_map
 from numba_ep.config import Config, default_config
 from numba_ep.slot import slot_bytes
@@ -20,6 +21,16 @@ def test_field_order_and_defaults() -> None:
     assert Config().num_channels == 10
     assert Config(num_max_rdma_chunked_recv_tokens=128).capacity == 132
     assert hash(config) == hash(Config(24, 8, 128, 6, 100))
+
+
+def test_asking_for_a_config_chooses_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a machine with a GPU, before a Buffer with device="cpu" is made.
+    monkeypatch.setattr(device, "_chosen", None)
+    monkeypatch.setattr(device, "cuda_is_there", lambda: True)
+    monkeypatch.delenv(device.VARIABLE, raising=False)
+    config = numba_ep.Buffer.get_dispatch_config(2)
+    assert (config.num_sms, config.capacity, config.chunk) == (8, 1024, 128)
+    assert device.target() is None
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from __future__ import annotations
 import importlib
 import os
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 DEVICES = ("auto", "cuda", "cpu")
 VARIABLE = "NUMBA_EP_DEVICE"
@@ -82,6 +82,27 @@ def wanted_target(device: str | None = None) -> str:
     from transport.jit import JIT_DISABLED
 
     return "python" if JIT_DISABLED else "cpu"
+
+
+class Defaults(NamedTuple):
+    """What configs are made of: SMs an operation, slots of all rings together."""
+
+    num_sms: int
+    ring_slots: int
+
+
+_DEFAULTS = {
+    "cpu": Defaults(2, 2048),
+    "python": Defaults(2, 2048),
+    # Between two H200 more SMs are slower: their waiting warps slow down what all
+    # others tell the host. A copy engine wants chunks of 500 KB (docs/performance.md).
+    "cuda": Defaults(8, 8192),
+}
+
+
+def defaults() -> Defaults:
+    """Of the selected target, else of the one that would be; asking selects none."""
+    return _DEFAULTS[target() or wanted_target()]
 
 
 def select(device: str | None = None) -> ModuleType:

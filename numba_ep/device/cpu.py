@@ -65,8 +65,6 @@ from transport.jit import Compiler
 
 SPINS_PER_CHECK = 1  # a turn may be a sleep of milliseconds
 WARP_SIZE = 1
-DEFAULT_NUM_SMS = 2
-RING_SLOTS = 2048
 WARPS_PER_BLOCK = 1  # it moves rows and coordinates: two threads would wait in turns
 CAST_GRID = (1, 1)
 ONE_BLOCK_WARPS = 1  # of layout and notify: more threads only wait for each other

@@ -79,10 +79,6 @@ st_release_host = st_release  # the proxy polls
 
 SPINS_PER_CHECK = 64  # the abort word lies in the host's memory
 WARP_SIZE = LANES
-# Between two H200 more are slower: their waiting warps slow down what all others tell
-# the host (docs/performance.md).
-DEFAULT_NUM_SMS = 8
-RING_SLOTS = 8192  # of all default rings: a copy engine wants chunks of 500 KB
 # Seven that move rows and their coordinator. Four blocks of 8 warps
 # already read pinned host memory at the 50 GB/s that PCIe gives, and twelve copy rows
 # within the GPU at 448 GB/s (H200). 16 would move more on few SMs, but leave 128

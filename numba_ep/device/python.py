@@ -34,8 +34,6 @@ __all__ = ["clock_ns", "compare_and_swap", "fence", "ld_relaxed", "relax", "st_r
 
 SPINS_PER_CHECK = 1  # a turn is a sleep
 WARP_SIZE = 1
-DEFAULT_NUM_SMS = 2
-RING_SLOTS = 2048
 WARPS_PER_BLOCK = 1  # as on the cpu target
 CAST_GRID = (1, 1)
 ONE_BLOCK_WARPS = 1
