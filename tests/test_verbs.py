@@ -303,6 +303,43 @@ def test_a_peer_that_has_closed(fabric: Fabric) -> None:
             finish(writer)
 
 
+def test_the_answer_to_a_farewell_is_lost(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is gone has all it needs: nobody fails, and MPI is not left alone."""
+    from numba_ep import endpoint
+
+    create, lost, left = transport.create, [], []
+    monkeypatch.setattr(transport, "create", lambda name, *r: create("verbs", *r))
+    monkeypatch.setattr(endpoint, "leave_mpi_alone", lambda: left.append(True))
+    kept: list[bool] = []
+    close = endpoint.close_locally
+
+    def close_locally(*rest: Any, keep_memory: bool) -> None:
+        kept.append(keep_memory)
+        close(*rest, keep_memory=keep_memory)
+
+    monkeypatch.setattr(endpoint, "close_locally", close_locally)
+
+    def watch(buffer: Any) -> None:
+        at = buffer._endpoint._receive_map["farewell"]
+        size = buffer._endpoint._receive_map.sizes["farewell"]
+        region = buffer._endpoint.transport.receive.address + at
+
+        def loses_answer(request: Any, before: Any = fabric.loses_answer) -> bool:
+            if not region <= request.to < region + size:
+                return bool(before(request))
+            lost.append(request)
+            return True
+
+        fabric.loses_answer = loses_answer
+
+    case = Case([9, 5, 7], 128, 4, 6, Config(4, 2, 4, 2, 4))
+    run_case(case, before=watch)
+    assert len(lost) >= 3
+    assert (kept, left) == ([False] * 3, [])
+
+
 # Device, port, GID.
 
 

@@ -16,6 +16,7 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ KERNEL = "linux-image-6.12.*deb12-amd64"  # 6.1 posts synchronously, cloud has n
 MODULES = [
     "netfs", "9pnet", "9pnet_virtio", "9p", "overlay", "crc32_generic", "crc32-pclmul",
     "ib_core", "ib_uverbs", "udp_tunnel", "ip6_udp_tunnel", "rdma_rxe", "dummy", "veth",
-    "sch_netem",
+    "bridge", "sch_netem",
 ]  # fmt: skip
 QEMU = [
     "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2",
@@ -149,8 +150,9 @@ def prepare(cache: Path) -> None:
         shutil.rmtree(cache / "debian", ignore_errors=True)
         unpack_packages(cache)
         (cache / "debian/unpacked").touch()
-    image, script = cache / "initramfs", HERE / "init.sh"
-    if not image.exists() or image.stat().st_mtime < script.stat().st_mtime:
+    image, made_of = cache / "initramfs", [HERE / "init.sh", Path(__file__)]
+    newest = max(file.stat().st_mtime for file in made_of)
+    if not image.exists() or image.stat().st_mtime < newest:
         build_initramfs(cache)
 
 
@@ -173,7 +175,7 @@ def write_job(results: Path, command: list[str], cache: Path) -> None:
 
 
 def boot(cache: Path, results: Path, limit_s: float) -> bool:
-    """One guest, until it powers off; whether its job has started."""
+    """One guest, until it powers off; prints what its job does: has it started?"""
     kernel = next((cache / "debian/boot").glob("vmlinuz-*"))
     shares = []
     for tag, path, rest in (("host", "/", ",readonly=on"), ("results", results, "")):
@@ -187,36 +189,37 @@ def boot(cache: Path, results: Path, limit_s: float) -> bool:
         "-kernel", str(kernel), "-initrd", str(cache / "initramfs"), "-append", BOOT,
     ]  # fmt: skip
     guest = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    try:
-        start = time.monotonic()
-        while guest.poll() is None:
-            started = (results / "started").exists()
-            if time.monotonic() - start > (limit_s if started else BOOT_LIMIT_S):
-                break
-            time.sleep(0.1)
-    finally:
-        guest.kill()
-        guest.wait()
+    (results / "output").touch()
+    with (results / "output").open(errors="replace") as output:
+        try:
+            start = time.monotonic()
+            while guest.poll() is None:
+                started = (results / "started").exists()
+                if time.monotonic() - start > (limit_s if started else BOOT_LIMIT_S):
+                    break
+                print(output.read(), end="", flush=True)
+                time.sleep(0.1)
+        finally:
+            guest.kill()
+            guest.wait()
+            print(output.read(), end="", flush=True)
     return (results / "started").exists()
 
 
-def run_in_guest(
-    command: list[str], cache: Path, limit_s: float
-) -> tuple[int, str]:
-    """Exit status and output of `command`; raises GuestError if the guest fails."""
+def run_in_guest(command: list[str], cache: Path, limit_s: float) -> int:
+    """Exit status of `command`; raises GuestError if the guest fails."""
     for _ in range(BOOTS):
         with tempfile.TemporaryDirectory(prefix="numba_ep-guest-") as name:
             results = Path(name)
             write_job(results, command, cache)
             started = boot(cache, results, limit_s)
-            output = _text(results / "output")
             console = _text(results / "console")
             if (results / "status").exists():
-                return int(_text(results / "status")), output
+                return int(_text(results / "status"))
         if started:
             # Never again: a command that kills its guest must not pass.
             raise GuestError(
-                f"the guest died or took more than {limit_s:g} s\n{output}\n{console}"
+                f"the guest died or took more than {limit_s:g} s\n{console}"
             )
     raise GuestError(f"{BOOTS} boots failed; the last one said\n{console}")
 
@@ -233,6 +236,8 @@ def main() -> int:
     p.add_argument("--reason", action="store_true", help="say why there can be none")
     p.add_argument("command", nargs="*")
     options = p.parse_args()
+    # So that the guest and its files go, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if options.reason:
         print(reason_against())
         return 0
@@ -240,12 +245,10 @@ def main() -> int:
         if reason := reason_against():
             raise GuestError(reason)
         prepare(options.cache)
-        status, output = run_in_guest(options.command, options.cache, options.limit_s)
+        return run_in_guest(options.command, options.cache, options.limit_s)
     except (GuestError, subprocess.TimeoutExpired) as error:
         print(f"guest: {error}", file=sys.stderr)
         return 125
-    print(output, end="", flush=True)
-    return status
 
 
 if __name__ == "__main__":
