@@ -170,7 +170,8 @@ def test_tokens_through_every_kind_of_memory(
 ) -> None:
     """Whole journeys of 3 ranks, exact; all memory goes when they end."""
     vars(fabric).update(WAYS[way])
-    create, texts = transport.create, []
+    create: Any = transport.create
+    texts: list[str] = []
 
     def create_wrapped(name: str, *rest: Any) -> Any:
         *sizes, _, queues, host_bytes = rest

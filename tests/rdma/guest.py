@@ -13,12 +13,14 @@ folder, which may be empty at first; nothing of them is installed.
 from __future__ import annotations
 
 import argparse
+import lzma
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -55,6 +57,7 @@ BOOT = (
 )
 BOOTS, BOOT_LIMIT_S = 3, 60.0
 STEP_LIMIT_S = 300.0
+APT_PAUSES_S = (5, 20)
 
 
 class GuestError(RuntimeError):
@@ -70,6 +73,20 @@ def run(*command: str, folder: Path | None = None) -> str:
     if done.returncode:
         raise GuestError(f"{shlex.join(command)}: {done.stdout[-2000:]}")
     return done.stdout
+
+
+def apt(*command: str, folder: Path | None = None) -> None:
+    """apt-get, again after a while where it fails: that may be the network's fault."""
+    print("apt-get", *command, flush=True)
+    for pause_s in (*APT_PAUSES_S, None):
+        try:
+            run("apt-get", "-qq", *command, folder=folder)
+            return
+        except (GuestError, subprocess.TimeoutExpired) as error:
+            if pause_s is None:
+                raise
+            print(f"again in {pause_s} s: {error}", flush=True)
+            time.sleep(pause_s)
 
 
 def reason_against() -> str:
@@ -89,19 +106,19 @@ def install_packages() -> None:
     """Install what is missing, without what would pull systemd along."""
     missing = [name for path, name in PACKAGES.items() if not Path(path).exists()]
     if missing:
-        run("apt-get", "-qq", "update")
-        run("apt-get", "-qq", "install", "-y", "--no-install-recommends", *missing)
+        apt("update")
+        apt("install", "-y", "--no-install-recommends", *missing)
 
 
 def unpack_packages(cache: Path) -> None:
     """Kernel and pyverbs into `cache`, from Debian's packages."""
-    run("apt-get", "-qq", "update")
+    apt("update")
     found = run("apt-cache", "search", "--names-only", f"^{KERNEL}$").split("\n")
     names = [line.split()[0] for line in found if line]
     if not names:
         raise GuestError(f"apt-cache knows no package {KERNEL}")
     newest = max(names, key=lambda name: [int(n) for n in _numbers(name)])
-    run("apt-get", "-qq", "download", newest, "python3-pyverbs", folder=cache)
+    apt("download", newest, "python3-pyverbs", folder=cache)
     for package in cache.glob("*.deb"):
         run("dpkg", "-x", str(package), str(cache / "debian"))
         package.unlink()
@@ -131,9 +148,11 @@ def build_initramfs(cache: Path) -> None:
             order += [file for file in files if file not in order]
         for number, file in enumerate(order):
             target = root / f"modules/{number:02}-{Path(file).name}"
-            shutil.copy(file, target)
             if target.suffix == ".xz":
-                run("xz", "-d", str(target))
+                plain = lzma.decompress(Path(file).read_bytes())
+                target.with_suffix("").write_bytes(plain)
+            else:
+                shutil.copy(file, target)
         shutil.copy(HERE / "init.sh", root / "init")
         (root / "init").chmod(0o755)
         pack = "find . | cpio -o -H newc --quiet > "
@@ -154,6 +173,18 @@ def prepare(cache: Path) -> None:
     newest = max(file.stat().st_mtime for file in made_of)
     if not image.exists() or image.stat().st_mtime < newest:
         build_initramfs(cache)
+
+
+def check_python(cache: Path) -> None:
+    """Debian's pyverbs is compiled for one version of CPython."""
+    folder = cache / "debian/usr/lib/python3/dist-packages/pyverbs"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if not (folder / f"device{suffix}").exists():
+        there = ", ".join(file.name for file in folder.glob("device.*"))
+        raise GuestError(
+            f"Debian's python3-pyverbs is not for this Python: it has {there}, not "
+            f"device{suffix}; run tests/rdma with PYTHON=/usr/bin/python3"
+        )
 
 
 # A boot.
@@ -245,6 +276,7 @@ def main() -> int:
         if reason := reason_against():
             raise GuestError(reason)
         prepare(options.cache)
+        check_python(options.cache)
         return run_in_guest(options.command, options.cache, options.limit_s)
     except (GuestError, subprocess.TimeoutExpired) as error:
         print(f"guest: {error}", file=sys.stderr)
