@@ -303,6 +303,31 @@ def test_a_peer_that_has_closed(fabric: Fabric) -> None:
             finish(writer)
 
 
+def test_a_peer_on_another_host_is_asked_whether_it_is_there(fabric: Fabric) -> None:
+    """Also where nothing is to be posted to it: who waits for its tokens must hear."""
+    ends = [create_verbs(rank, 2, 4096, 4096) for rank in range(2)]
+    cards = [end.card() for end in ends]
+    far = [c._replace(process=c.process._replace(boot="elsewhere")) for c in cards]
+    for end in ends:
+        end.connect(far)
+    fabric.posts.clear()
+    assert not ends[0].peer_is_dead(1)
+    assert fabric.posts == [], "the peer may not be ready yet"
+    ends[0].connected()
+    for _ in range(3):
+        assert not ends[0].peer_is_dead(1)
+    assert [len(call) for call in fabric.posts] == [1], "one at a time is enough"
+    finish(ends[0])
+    ends[1].close()
+    assert not ends[0].peer_is_dead(1)
+    with pytest.raises(TransportError, match=r"empty write .* RETRY_EXC_ERR") as info:
+        finish(ends[0])
+    assert info.value.peer == 1
+    assert not ends[0].peer_is_dead(1), "asked again after its queue has failed"
+    ends[0].close()
+    assert fabric.violations == []
+
+
 def test_the_answer_to_a_farewell_is_lost(
     fabric: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ class VerbsTransport:
         self._resting: list[Queue] = []
         self._quiet: set[Queue] = set()
         self._watched: list[Process | None] = []
+        self._all_connected = False
         num_peers = num_ranks - 1
         self._resources = Resources(self, num_peers * num_queues, gpu)
         try:
@@ -157,7 +158,8 @@ class VerbsTransport:
             )
 
     def connected(self) -> None:
-        """Nothing to do: keys and numbers stay."""
+        """From now on every peer's card answers."""
+        self._all_connected = True
 
     # Writing.
 
@@ -282,11 +284,14 @@ class VerbsTransport:
     def _ask_all(self) -> None:
         """Nothing else is going on: ask for what nobody has asked for."""
         for queue in list(self._quiet):
-            if not queue.asked and self._asked < self._most_asked:
-                # Of no bytes; the address only has to be one of the peer's.
-                self._empty.set_wr_rdma(queue.rkey, queue.base)
-                queue.quiet += 1
-                self._post_request(queue, self._empty, 1, asks=True)
+            self._ask(queue)
+
+    def _ask(self, queue: Queue) -> None:
+        if not queue.asked and self._asked < self._most_asked:
+            # Of no bytes; the address only has to be one of the peer's.
+            self._empty.set_wr_rdma(queue.rkey, queue.base)
+            queue.quiet += 1
+            self._post_request(queue, self._empty, 1, asks=True)
 
     def _complete(self, completion: Any) -> TransportError | None:
         queue = self._by_qp[completion.qp_num]
@@ -306,9 +311,18 @@ class VerbsTransport:
         return error
 
     def peer_is_dead(self, peer: int) -> bool:
-        """Whether the peer's process, if on this host, has ended or is a zombie."""
+        """Whether the peer's process, if on this host, has ended or is a zombie.
+
+        Of one on another host its card is asked, by an empty write: where that stays
+        without an answer, `poll` says so.
+        """
         process = self._watched[peer]
-        return process is not None and process.has_ended()
+        if process is not None:
+            return process.has_ended()
+        queue = self._queues[peer * self._num_queues]
+        if self._all_connected and queue.error is None and not queue.under_way():
+            self._ask(queue)
+        return False
 
     def close(self, keep_memory: bool = False) -> None:
         """Release everything in order; with `keep_memory` the regions stay mapped."""
