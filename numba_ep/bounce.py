@@ -1,13 +1,14 @@
 """The memory of a Buffer, laid out in one place: named regions and their offsets.
 
-    receive region (peers write)   tails | heads | row counters | abort | farewell |
+    receive region (peers write)   abort | farewell | tails | heads | row counters |
                                    probe | rows | receive rings
     send region (the NIC reads)    rows | send rings
     local (kernels, host)          state | cursors | FIFO tickets;  control;  FIFO
 
-Everything before the rings has a fixed size and place, equal on all ranks. The rings
-take what `num_rdma_bytes` gives, one half at either end, and are laid out anew by each
-operation. All arithmetic is Python's, so no size overflows.
+The host reads abort and farewell words, kernels the rest: where that lies in a GPU, the
+two stay in host memory. Everything before the rings has a fixed size and place, equal
+on all ranks. The rings take what `num_rdma_bytes` gives, one half at either end, and
+are laid out anew by each operation. All arithmetic is Python's, so no size overflows.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ def receive_map(num_ranks: int, max_channels: int, ring_bytes: int) -> MemoryMap
     rows = 2 * num_ranks * row_bytes(num_ranks, max_channels)
     return (
         MemoryMap()
-        .add("tails", counters)
-        .add("heads", counters)
-        .add("row counters", num_ranks * LINE_BYTES)
         .add("abort", num_ranks * LINE_BYTES)
         .add("farewell", counters)
+        .add("tails", counters)  # the host reads what is before, kernels the rest
+        .add("heads", counters)
+        .add("row counters", num_ranks * LINE_BYTES)
         .add("probe", num_ranks * LINE_BYTES)
         .add("rows", rows)
         .add("rings", ring_bytes)

@@ -84,7 +84,8 @@ class Buffer:
         settings = self._endpoint.settings
         return (
             f"<numba_ep.Buffer rank {self.rank} of {self.group_size}, "
-            f"{devices.target()}, transport {settings.transport}, "
+            f"{devices.target()}, transport {settings.transport} "
+            f"({self._endpoint.transport.details}), "
             f"{self.num_rdma_bytes:,} bytes of rings, up to {settings.max_channels} "
             f"channels, timeout {settings.timeout_s:g} s>"
         )

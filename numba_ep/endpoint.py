@@ -63,7 +63,7 @@ class Endpoint:
             self.transport = transport.create(
                 settings.transport, self.rank, self.num_ranks,
                 self._receive_map.num_bytes, self._send_map.num_bytes,
-                self.on_gpu, settings.max_channels,
+                self.on_gpu, settings.max_channels, self._receive_map["tails"],
             )  # fmt: skip
         cards = members.allgather(self.transport.card())
         with all_or_none(members, "transport", self._undo):
@@ -170,7 +170,7 @@ class Endpoint:
     def _make_proxy(self) -> Proxy:
         aborts = self._receive_map["abort"]
         farewells = self._receive_map["farewell"]
-        base = self.transport.receive.address
+        base = self.transport.receive.host_address
         ranks = np.arange(self.num_ranks)
         queues = self.settings.max_channels
         words = AbortWords(
@@ -319,7 +319,8 @@ class Endpoint:
         if batch:
             self.proxy.submit(np.array(batch, np.int64))
         for peer in range(self.num_ranks):
-            base = self.transport.receive.address + at + peer * queues * LINE_BYTES
+            base = self.transport.receive.host_address
+            base += at + peer * queues * LINE_BYTES
             for queue in range(queues if peer != self.rank else 0):
                 while not read_word(base + queue * LINE_BYTES):
                     if time.monotonic() > deadline or self._abort_word():

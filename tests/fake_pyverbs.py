@@ -16,10 +16,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
+import os
 import random
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -81,7 +83,12 @@ class Fabric:
         self.posts: list[list[SimpleNamespace]] = []  # each call's requests
         self.most_queued = self.most_completions = 0
         self.fails: dict[int, int] = {}  # QP number: status of its next request
+        # Of the requests that are carried out: whose answer is lost.
+        self.loses_answer: Callable[[Any], bool] = lambda request: False
+        self.files: dict[int, int] = {}  # dma-buf: address of its memory
+        self.dma_buf = self.peermem = True
         self.frozen = False
+        self.is_on_gpu: Callable[[int], bool] = lambda address: False
 
     def violated(self, text: str) -> None:
         self.violations.append(text)
@@ -172,9 +179,17 @@ class MR(Resource):
     def __init__(self, pd: PD, length: int, access: int, address: int) -> None:
         if FABRIC.memlock:
             raise PyverbsRDMAError("Failed to register a MR", errno.ENOMEM)
+        if not FABRIC.peermem and FABRIC.is_on_gpu(address):
+            raise PyverbsRDMAError("Failed to register a MR", errno.EFAULT)
         assert address % 4096 == 0, "not page-aligned"
+        self._register(pd, length, access, address, address)
+
+    def _register(
+        self, pd: PD, length: int, access: int, address: int, memory: int
+    ) -> None:
         super().__init__(pd)
-        self.address, self.access = address, access
+        # memory: where that is which the card calls `address`.
+        self.address, self.memory, self.access = address, memory, access
         self.length = FABRIC.registers(length) if FABRIC.registers else length
         self.lkey = self.rkey = next(FABRIC.numbers)
         FABRIC.regions[self.lkey] = self
@@ -182,6 +197,21 @@ class MR(Resource):
     def holds(self, address: int, length: int) -> bool:
         first = address - self.address
         return self.open and 0 <= first and first + length <= self.length
+
+    def place(self, address: int) -> int:
+        return self.memory + address - self.address
+
+
+class DmaBufMR(MR):
+    """Of a file; the card calls its first byte 0."""
+
+    def __init__(self, pd: PD, length: int, access: int, dmabuf: int) -> None:
+        if not FABRIC.dma_buf:
+            raise PyverbsRDMAError("Failed to register a dma-buf MR", errno.EOPNOTSUPP)
+        os.fstat(dmabuf)  # it is still open
+        memory = FABRIC.files[dmabuf]
+        assert memory % 4096 == length % 4096 == 0, "not whole pages"
+        self._register(pd, length, access, 0, memory)
 
 
 class CQ(Resource):
@@ -255,8 +285,11 @@ class QP(Resource):
         )  # fmt: skip
 
     def carry_out(self) -> None:
-        request = self.waiting.popleft()
+        request = self.waiting[0]
         status = self._write(request) if self.state == "RTS" else STATUS["WR_FLUSH_ERR"]
+        if status == STATUS["SUCCESS"] and FABRIC.loses_answer(request):
+            return  # it is sent again and again, until the peer is gone
+        self.waiting.popleft()
         if status != STATUS["SUCCESS"]:
             self.state = "ERR"
         if status != STATUS["SUCCESS"] or request.flags & SIGNALED:
@@ -281,8 +314,8 @@ class QP(Resource):
             if to is None or not may or not to.holds(request.to, request.length):
                 peer.state = "ERR"
                 return STATUS["REM_ACCESS_ERR"]
-            data = request.inline if is_inline else source
-            ctypes.memmove(request.to, data, request.length)
+            data = request.inline if own is None or is_inline else own.place(source)
+            ctypes.memmove(to.place(request.to), data, request.length)
         return STATUS["SUCCESS"]
 
 
@@ -346,7 +379,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **able: Any) -> Fabric:
         "pyverbs_error": {"PyverbsError": PyverbsError},
         "addr": {n: _record(n, "gid") for n in ("GID", "AHAttr", "GlobalRoute")},
         "cq": {"CQ": CQ},
-        "mr": {"MR": MR},
+        "mr": {"MR": MR, "DmaBufMR": DmaBufMR},
         "pd": {"PD": PD},
         "qp": {"QP": QP, **{n: _record(n) for n in ("QPAttr", "QPCap", "QPInitAttr")}},
         "wr": {"SGE": SGE, "SendWR": SendWR},
@@ -364,7 +397,8 @@ def install(monkeypatch: pytest.MonkeyPatch, **able: Any) -> Fabric:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the transport's modules imported anew, now and after the test."""
-    for name in ("verbs", "verbs_resources", "verbs_queue", "verbs_device"):
+    parts = ("verbs", "verbs_cuda", "verbs_resources", "verbs_queue", "verbs_device")
+    for name in parts:
         # Set first: then what is imported meanwhile goes when the test ends.
         monkeypatch.setitem(sys.modules, f"transport.{name}", ModuleType(name))
         monkeypatch.delitem(sys.modules, f"transport.{name}")

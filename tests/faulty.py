@@ -40,6 +40,7 @@ class Wrapped:
         self.receive: MemoryRegion = inner.receive
         self.send: MemoryRegion = inner.send
         self.bell: int = inner.bell
+        self.details: str = inner.details
 
     def card(self) -> Any:
         return self.inner.card()
@@ -129,7 +130,7 @@ class FakeTransport:
     room: requests that each queue still takes, by (peer, queue); any number if absent.
     """
 
-    name, rank, bell = "fake", 0, 0
+    name, details, rank, bell = "fake", "", 0, 0
 
     def __init__(self, num_ranks: int, receive_bytes: int = 1 << 16) -> None:
         self._memory = np.zeros(receive_bytes, np.uint8)

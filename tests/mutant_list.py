@@ -389,6 +389,37 @@ TRANSPORT = [
     ),
 ]
 
+VERBS = [
+    Mutant(
+        "a farewell whose answer is lost is a failure",
+        "transport/proxy.py",
+        "if peer not in (-1, self.rank) and read_word",
+        "if peer < -1 and read_word",
+        ("tests/test_verbs.py -k answer_to_a_farewell",),
+    ),
+    Mutant(
+        "a card is asked before its peer is ready",
+        "transport/verbs.py",
+        "if self._all_connected and queue.error is None",
+        "if queue.error is None",
+        ("tests/test_verbs.py -k on_another_host",),
+    ),
+    Mutant(
+        "words for the host are written to the GPU",
+        "transport/verbs_queue.py",
+        "if at < queue.host_bytes:",
+        "if at < 0:",
+        ("tests/test_verbs_cuda.py -k host_reads",),
+    ),
+    Mutant(
+        "GPU memory is given back while kernels run",
+        "transport/verbs_resources.py",
+        "            self._memory.clear()",
+        "            pass",
+        ("tests/test_verbs_cuda.py -k still_use",),
+    ),
+]
+
 DEVICE = [
     Mutant(
         "nothing orders a streamed row before its release",
@@ -491,5 +522,5 @@ TRACE = [
 
 MUTANTS = [
     *CHANNEL, *FIFO, *SENDER, *RECEIVER, *NOTIFY, *COMBINE, *WAITING, *TRANSPORT,
-    *DEVICE, *HOST, *TRACE,
+    *VERBS, *DEVICE, *HOST, *TRACE,
 ]  # fmt: skip

@@ -28,7 +28,7 @@ transport.atomics_jit transport.atomics_python
 transport.atomics
 transport.base transport.process transport.cuda_driver transport.statistics
 transport.verbs_device transport.verbs_queue transport.post_log
-transport.verbs_resources
+transport.verbs_resources transport.verbs_cuda
 transport.fifo transport.shm transport.verbs
 transport.shm_cuda
 transport.proxy

@@ -303,6 +303,71 @@ def test_a_peer_that_has_closed(fabric: Fabric) -> None:
             finish(writer)
 
 
+def test_a_peer_on_another_host_is_asked_whether_it_is_there(fabric: Fabric) -> None:
+    """Also where nothing is to be posted to it: who waits for its tokens must hear."""
+    ends = [create_verbs(rank, 2, 4096, 4096) for rank in range(2)]
+    cards = [end.card() for end in ends]
+    far = [c._replace(process=c.process._replace(boot="elsewhere")) for c in cards]
+    for end in ends:
+        end.connect(far)
+    fabric.posts.clear()
+    assert not ends[0].peer_is_dead(1)
+    assert fabric.posts == [], "the peer may not be ready yet"
+    ends[0].connected()
+    for _ in range(3):
+        assert not ends[0].peer_is_dead(1)
+    assert [len(call) for call in fabric.posts] == [1], "one at a time is enough"
+    finish(ends[0])
+    ends[1].close()
+    assert not ends[0].peer_is_dead(1)
+    with pytest.raises(TransportError, match=r"empty write .* RETRY_EXC_ERR") as info:
+        finish(ends[0])
+    assert info.value.peer == 1
+    assert not ends[0].peer_is_dead(1), "asked again after its queue has failed"
+    ends[0].close()
+    assert fabric.violations == []
+
+
+def test_the_answer_to_a_farewell_is_lost(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is gone has all it needs: nobody fails, and MPI is not left alone."""
+    from numba_ep import closing
+
+    create, lost, left = transport.create, [], []
+    monkeypatch.setattr(transport, "create", lambda name, *r: create("verbs", *r))
+    place = "numba_ep.endpoint."
+    monkeypatch.setattr(place + "leave_mpi_alone", lambda: left.append(True))
+    kept: list[bool] = []
+    close = closing.close_locally
+
+    def close_locally(*rest: Any, **options: Any) -> None:
+        kept.append(options["keep_memory"])
+        close(*rest, **options)
+
+    monkeypatch.setattr(place + "close_locally", close_locally)
+
+    def watch(buffer: Any) -> None:
+        at = buffer._endpoint._receive_map["farewell"]
+        size = buffer._endpoint._receive_map.sizes["farewell"]
+        queues = buffer._endpoint.transport._by_qp
+
+        def loses_answer(request: Any) -> bool:
+            if request.qp_num not in queues or not request.length:
+                return False
+            is_farewell = 0 <= request.to - queues[request.qp_num].base - at < size
+            lost.extend([request] * is_farewell)
+            return is_farewell
+
+        if buffer.rank == 0:
+            fabric.loses_answer = loses_answer
+
+    case = Case([9, 5, 7], 128, 4, 6, Config(4, 2, 4, 2, 4))
+    run_case(case, before=watch)
+    assert lost
+    assert (kept, left) == ([False] * 3, [])
+
+
 # Device, port, GID.
 
 

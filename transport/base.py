@@ -21,12 +21,18 @@ class MemoryRegion(NamedTuple):
     """Registered memory: its address and its size in bytes.
 
     on_gpu: whether it lies in a GPU; else it is this process's own, and kernels on a
-    GPU need it pinned.
+    GPU need it pinned. words: where the host finds the beginning of a region on a GPU.
     """
 
     address: int
     num_bytes: int
     on_gpu: bool = False
+    words: int = 0
+
+    @property
+    def host_address(self) -> int:
+        """For the first `host_bytes`, which the host reads."""
+        return self.words or self.address
 
 
 class TransportError(RuntimeError):
@@ -44,6 +50,7 @@ class Transport(Protocol):
     """
 
     name: str
+    details: str  # the device, and where the regions lie; for people
     # What writes to this rank ring (`transport.atomics.ring_bell`), or 0: then its
     # waiting threads poll. They look now and then by themselves, rung or not.
     bell: int

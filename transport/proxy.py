@@ -303,9 +303,11 @@ class Proxy:
             self._untold.discard(peer)
 
     def _fail(self, error: BaseException) -> None:
+        peer = error.peer if isinstance(error, TransportError) else self.rank
+        if peer not in (-1, self.rank) and read_word(int(self._abort.farewells[peer])):
+            return  # it has all it needs and is gone: the last answer got lost
         if self.error is None:
             self.error = error
-        peer = error.peer if isinstance(error, TransportError) else self.rank
         swap_word(self._abort.local, 0, wr.abort_value(wr.ABORT_TRANSPORT, peer))
         self._parked.clear()
         self._tell_peers()

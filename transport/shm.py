@@ -75,6 +75,7 @@ class SharedMemoryTransport:
     """One rank's end; see `transport.base.Transport` for the meaning of each method."""
 
     name = "shm"
+    details = "shared memory"
 
     def __init__(
         self, rank: int, num_ranks: int, receive_bytes: int, send_bytes: int

@@ -37,7 +37,7 @@ from transport.verbs_queue import (
     make_write,
     split,
 )
-from transport.verbs_resources import Card, Resources
+from transport.verbs_resources import Card, Resources, Target
 
 REAP = 64
 SLEEP = 300_000  # ns between looks at what a card may have written
@@ -52,7 +52,7 @@ class VerbsTransport:
 
     def __init__(
         self, rank: int, num_ranks: int, receive_bytes: int, send_bytes: int,
-        num_queues: int,
+        num_queues: int, gpu: Any = None, host_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.rank, self.num_ranks, self._num_queues = rank, num_ranks, num_queues
         # A write by a network card rings nothing: who sleeps on this bell looks again
@@ -66,27 +66,39 @@ class VerbsTransport:
         self._resting: list[Queue] = []
         self._quiet: set[Queue] = set()
         self._watched: list[Process | None] = []
+        self._all_connected = False
         num_peers = num_ranks - 1
-        self._resources = Resources(self, num_peers * num_queues)
+        self._resources = Resources(self, num_peers * num_queues, gpu)
         try:
-            self._make(receive_bytes, send_bytes)
+            self._make(receive_bytes, send_bytes, host_bytes)
         except BaseException:
             self._resources.close(keep_memory=False)
             raise
 
-    def _make(self, receive_bytes: int, send_bytes: int) -> None:
+    def _make(self, receive_bytes: int, send_bytes: int, host_bytes: int) -> None:
         resources = self._resources
         self._port, self._cq = resources.port, resources.cq
         self._most_asked = resources.most_asked
-        self.receive, self._receive_mr = resources.region(receive_bytes, True)
-        self.send, send_mr = resources.region(send_bytes, False)
-        source = self.send.address, send_mr.lkey
+        received = resources.region(receive_bytes, peers_write=True)
+        sent = resources.region(send_bytes, peers_write=False)
+        self.receive, self.send = received.region, sent.region
+        self._target = Target(received.base, received.mr.rkey)
+        if self.receive.on_gpu:
+            words = resources.host_region(host_bytes, peers_write=True)
+            self.receive = self.receive._replace(words=words.region.address)
+            self._target = self._target._replace(
+                host_bytes=host_bytes, words=words.base, words_rkey=words.mr.rkey
+            )
+        self.details = f"{self._port.name}, {received.way}"
+        if sent.way != received.way:
+            self.details += f"; sends from {sent.way}"
+        source = sent.base, sent.mr.lkey
         self._chains: dict[int, Chain] = {
             wr.PUT: PutChain(resources.depth, source),
             wr.COUNTER: CounterChain(resources.depth, source),
             DATA: DataChain(resources.depth, source),
         }
-        self._empty = make_write(EMPTY_WRITE, send_mr.lkey, 0, SIGNALLED)[0]
+        self._empty = make_write(EMPTY_WRITE, sent.mr.lkey, 0, SIGNALLED)[0]
         self._queues: list[Queue] = []  # [num_ranks * num_queues], own rank's unused
         self._by_qp: dict[int, Queue] = {}
         for peer in range(self.num_ranks):
@@ -104,9 +116,8 @@ class VerbsTransport:
         rows = [numbers[i : i + each] for i in range(0, len(numbers), each)]
         port = self._port
         return Card(
-            self.receive.address, self._receive_mr.rkey, rows, port.gid, port.lid,
-            port.mtu, own_process(),
-        )  # fmt: skip
+            self._target, rows, port.gid, port.lid, port.mtu, own_process()
+        )
 
     def connect(self, cards: list[Any]) -> None:
         """Take every QP through INIT and RTR to RTS."""
@@ -115,7 +126,7 @@ class VerbsTransport:
                 continue
             self._check(peer, card)
             for queue in self._queues[peer * self._num_queues :][: self._num_queues]:
-                queue.rkey, queue.base = card.rkey, card.address
+                queue.aim(card.target)
                 number = card.queues[self.rank][queue.number]
                 what = f"rank {self.rank} cannot reach rank {peer} by {self._port.name}"
                 with explained(what, "can the hosts ping each other by it?"):
@@ -147,7 +158,8 @@ class VerbsTransport:
             )
 
     def connected(self) -> None:
-        """Nothing to do: keys and numbers stay."""
+        """From now on every peer's card answers."""
+        self._all_connected = True
 
     # Writing.
 
@@ -272,11 +284,14 @@ class VerbsTransport:
     def _ask_all(self) -> None:
         """Nothing else is going on: ask for what nobody has asked for."""
         for queue in list(self._quiet):
-            if not queue.asked and self._asked < self._most_asked:
-                # Of no bytes; the address only has to be one of the peer's.
-                self._empty.set_wr_rdma(queue.rkey, queue.base)
-                queue.quiet += 1
-                self._post_request(queue, self._empty, 1, asks=True)
+            self._ask(queue)
+
+    def _ask(self, queue: Queue) -> None:
+        if not queue.asked and self._asked < self._most_asked:
+            # Of no bytes; the address only has to be one of the peer's.
+            self._empty.set_wr_rdma(queue.rkey, queue.base)
+            queue.quiet += 1
+            self._post_request(queue, self._empty, 1, asks=True)
 
     def _complete(self, completion: Any) -> TransportError | None:
         queue = self._by_qp[completion.qp_num]
@@ -296,9 +311,18 @@ class VerbsTransport:
         return error
 
     def peer_is_dead(self, peer: int) -> bool:
-        """Whether the peer's process, if on this host, has ended or is a zombie."""
+        """Whether the peer's process, if on this host, has ended or is a zombie.
+
+        Of one on another host its card is asked, by an empty write: where that stays
+        without an answer, `poll` says so.
+        """
         process = self._watched[peer]
-        return process is not None and process.has_ended()
+        if process is not None:
+            return process.has_ended()
+        queue = self._queues[peer * self._num_queues]
+        if self._all_connected and queue.error is None and not queue.under_way():
+            self._ask(queue)
+        return False
 
     def close(self, keep_memory: bool = False) -> None:
         """Release everything in order; with `keep_memory` the regions stay mapped."""

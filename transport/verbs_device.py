@@ -6,8 +6,9 @@
     NUMBA_EP_IB_TIMEOUT     how long a packet waits for its answer: 4.096 us * 2**n
     NUMBA_EP_IB_RETRY       how often it is sent again before the peer counts as gone
 
-By default the first device with an active port, and on Ethernet the GID of RoCE v2 that
-stands for an IPv4 address. Whatever is missing is said in one sentence with a way out.
+By default the first device with an active port (where kernels run on a GPU, the nearest
+to it), and on Ethernet the GID of RoCE v2 that stands for an IPv4 address. Whatever is
+missing is said in one sentence with a way out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transport.base import TransportError
@@ -120,8 +122,11 @@ def _number(name: str, least: int, most: int) -> int | None:
     return int(text)
 
 
-def open_port() -> Port:
-    """The port that the environment names, or the first that is active."""
+def open_port(gpu: str = "") -> Port:
+    """The port that the environment names, or the first that is active.
+
+    gpu: PCI address of the GPU whose kernels use it; near devices are tried first.
+    """
     wanted = os.environ.get("NUMBA_EP_IB_DEVICE", "")
     names = _device_names()
     if wanted and wanted not in names:
@@ -130,7 +135,7 @@ def open_port() -> Port:
             f"{', '.join(names)}"
         )
     states: list[str] = []
-    for name in [wanted] if wanted else names:
+    for name in [wanted] if wanted else nearest(names, gpu):
         with explained(f"cannot open {name}", "is /dev/infiniband readable for you?"):
             context = Context(name=name)
         port = None
@@ -159,6 +164,32 @@ def _device_names() -> list[str]:
             "container pass --device=/dev/infiniband"
         )
     return names
+
+
+def nearest(names: list[str], gpu: str, sysfs: Path = Path("/sys")) -> list[str]:
+    """The devices, first those that share most of their way through PCI with `gpu`.
+
+    Behind one switch, below one root port, on one processor, elsewhere; among equals
+    their order stays.
+    """
+    if not gpu:
+        return names
+    of_gpu = sysfs / "bus/pci/devices" / gpu
+
+    def far(name: str) -> tuple[int, bool]:
+        device = sysfs / "class/infiniband" / name / "device"
+        ways = [str(device.resolve()), str(of_gpu.resolve())]
+        shared = Path(os.path.commonpath(ways)).parts
+        return -len(shared), _numa_node(device) != _numa_node(of_gpu)
+
+    return sorted(names, key=far)
+
+
+def _numa_node(device: Path) -> str:
+    try:
+        return (device / "numa_node").read_text().strip()
+    except OSError:
+        return ""  # of no PCI device
 
 
 def _active_port(context: Any, device: str, states: list[str]) -> Port | None:

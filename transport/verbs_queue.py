@@ -89,12 +89,20 @@ class Queue:
     def __init__(self, qp: Any, peer: int, number: int, depth: int) -> None:
         self.qp, self.peer, self.number = qp, peer, number
         self.rkey, self.base = 0, 0
+        self.host_bytes = 0  # of the peer's region: they have another key and address
+        self.words_rkey, self.words = 0, 0
         self.depth = self.free = depth
         self.ask_every = max(1, depth // 4)
         self.quiet = 0
         self.asked: deque[int] = deque()
         self.rest: Rest | None = None
         self.error: TransportError | None = None
+
+    def aim(self, target: Any) -> None:
+        """Write there (transport.verbs_resources.Target)."""
+        self.base, self.rkey = target.address, target.rkey
+        self.host_bytes = target.host_bytes
+        self.words, self.words_rkey = target.words, target.words_rkey
 
     def under_way(self) -> int:
         """Requests in the send queue that are not known to be complete."""
@@ -218,7 +226,11 @@ class CounterChain(Chain):
         steps = self._steps[-len(positions) :]
         for position, (counter, aim) in zip(positions, steps):
             counter.addr = values + ENTRY_BYTES * position
-            aim(queue.rkey, queue.base + rows[position][wr.COUNTER_AT])
+            at = rows[position][wr.COUNTER_AT]
+            if at < queue.host_bytes:
+                aim(queue.words_rkey, queue.words + at)
+            else:
+                aim(queue.rkey, queue.base + at)
 
 
 class DataChain(Chain):

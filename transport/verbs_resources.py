@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -28,14 +29,37 @@ SEND_QUEUE = 64  # requests: what the proxy takes out of the FIFOs at once
 HOPS = 64
 # After 0.65 ms the peer may be asked again whether it is ready to receive.
 RNR_TIMER = 12
+# Not IBV_ACCESS_RELAXED_ORDERING: a counter must not overtake its data.
+ACCESS = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
 TOO_MANY = "use fewer queues (num_qps_per_rank)"
+
+
+class Target(NamedTuple):
+    """Where peers write: what the card calls the region's beginning, and its key.
+
+    The first `host_bytes` of the region lie at `words` and have a key of their own.
+    """
+
+    address: int
+    rkey: int
+    host_bytes: int = 0
+    words: int = 0
+    words_rkey: int = 0
+
+
+class Registered(NamedTuple):
+    """A region, its MR, what the card calls its beginning, and the way to it."""
+
+    region: MemoryRegion
+    mr: Any
+    base: int
+    way: str
 
 
 class Card(NamedTuple):
     """What a peer needs. queues: QP numbers, [num_ranks][num_queues]."""
 
-    address: int
-    rkey: int
+    target: Target
     queues: list[list[int]]
     gid: str
     lid: int
@@ -49,15 +73,16 @@ class Resources:
     depth: requests that a QP takes. most_asked: completions that the CQ takes.
     """
 
-    def __init__(self, owner: object, num_qps: int) -> None:
+    def __init__(self, owner: object, num_qps: int, gpu: Any = None) -> None:
+        self._gpu = gpu  # transport.verbs_cuda.Gpu, where kernels run on one
         self._patience = patience()
-        self._maps: list[mmap.mmap] = []
+        self._memory: list[Callable[[], None]] = []  # each gives a region's back
         self._qps: list[Any] = []
         # Closed from the last to the first.
         self._opened = ExitStack()
-        self._opened.callback(_unmap, self._maps)
+        self._opened.callback(_give_back, self._memory)
         self._end = weakref.finalize(owner, self._opened.close)
-        self.port = open_port()
+        self.port = open_port("" if gpu is None else gpu.pci_address())
         self._opened.callback(self.port.context.close)
         with explained("no protection domain", "are there too many on this host?"):
             self._pd = PD(self.port.context)
@@ -69,8 +94,20 @@ class Resources:
             self.cq = CQ(self.port.context, self.most_asked, None, None, 0)
         self._opened.callback(self.cq.close)
 
-    def region(self, num_bytes: int, peers_write: bool) -> tuple[MemoryRegion, Any]:
-        """Zeroed memory on pages of its own, and its MR."""
+    def region(self, num_bytes: int, peers_write: bool) -> Registered:
+        """Zeroed memory, on the GPU if kernels run there and the card reaches it."""
+        if self._gpu is not None:
+            access = ACCESS if peers_write else 0
+            found = self._gpu.region(self._pd, num_bytes, access)
+            if found is not None:
+                self._memory.append(found.free)
+                self._opened.callback(found.mr.close)
+                region = MemoryRegion(found.address, num_bytes, on_gpu=True)
+                return Registered(region, found.mr, found.base, found.way)
+        return self.host_region(num_bytes, peers_write)
+
+    def host_region(self, num_bytes: int, peers_write: bool) -> Registered:
+        """Zeroed memory of this process, on pages of its own."""
         size = max(num_bytes, 1)
         what = f"cannot register {size} bytes with {self.port.name}"
         if size > self.port.largest_region:
@@ -79,19 +116,17 @@ class Resources:
                 "smaller num_rdma_bytes"
             )
         memory = mmap.mmap(-1, size)
-        self._maps.append(memory)
+        self._memory.append(memory.close)
         address = int(np.frombuffer(memory, np.uint8).ctypes.data)
-        access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
         with explained(what, "or give a smaller num_rdma_bytes"):
-            # Not IBV_ACCESS_RELAXED_ORDERING: a counter must not overtake its data.
             mr = MR(
-                self._pd, length=size, access=access if peers_write else 0,
+                self._pd, length=size, access=ACCESS if peers_write else 0,
                 address=address,
             )  # fmt: skip
         self._opened.callback(mr.close)
         if mr.length != size:
             raise TransportError(f"verbs: {what}: it took only {mr.length}")
-        return MemoryRegion(address, num_bytes), mr
+        return Registered(MemoryRegion(address, num_bytes), mr, address, "host memory")
 
     def make_qp(self) -> Any:
         """A queue pair, still without a peer."""
@@ -137,18 +172,18 @@ class Resources:
             return
         if keep_memory:
             # Kernels may still run on it. No peer can write it once its QP has failed.
-            _kept.extend(self._maps)
-            self._maps.clear()
+            _kept.extend(self._memory)
+            self._memory.clear()
             for qp in self._qps:
                 qp.modify(QPAttr(qp_state=enums.IBV_QPS_ERR), enums.IBV_QP_STATE)
         self._end()
 
 
-# Mappings that kernels may still use after a failure.
-_kept: list[mmap.mmap] = []
+# Memory that kernels may still use after a failure.
+_kept: list[Callable[[], None]] = []
 
 
-def _unmap(maps: list[mmap.mmap]) -> None:
-    for memory in maps:
-        memory.close()
-    maps.clear()
+def _give_back(memory: list[Callable[[], None]]) -> None:
+    for function in memory:
+        function()
+    memory.clear()

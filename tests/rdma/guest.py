@@ -13,11 +13,14 @@ folder, which may be empty at first; nothing of them is installed.
 from __future__ import annotations
 
 import argparse
+import lzma
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -40,12 +43,13 @@ KERNEL = "linux-image-6.12.*deb12-amd64"  # 6.1 posts synchronously, cloud has n
 MODULES = [
     "netfs", "9pnet", "9pnet_virtio", "9p", "overlay", "crc32_generic", "crc32-pclmul",
     "ib_core", "ib_uverbs", "udp_tunnel", "ip6_udp_tunnel", "rdma_rxe", "dummy", "veth",
-    "sch_netem",
+    "bridge", "sch_netem",
 ]  # fmt: skip
+# Without AVX2: emulated, NumPy's argsort sorts wrongly with it.
 QEMU = [
-    "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2",
-    "-m", "6G", "-M", "q35", "-nodefaults", "-no-user-config", "-display", "none",
-    "-no-reboot",
+    "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max,-avx2",
+    "-smp", "2", "-m", "6G", "-M", "q35", "-nodefaults", "-no-user-config",
+    "-display", "none", "-no-reboot",
 ]  # fmt: skip
 # tsc=reliable: without it, one boot in twelve died on a busy host.
 BOOT = (
@@ -54,6 +58,7 @@ BOOT = (
 )
 BOOTS, BOOT_LIMIT_S = 3, 60.0
 STEP_LIMIT_S = 300.0
+APT_PAUSES_S = (5, 20)
 
 
 class GuestError(RuntimeError):
@@ -69,6 +74,20 @@ def run(*command: str, folder: Path | None = None) -> str:
     if done.returncode:
         raise GuestError(f"{shlex.join(command)}: {done.stdout[-2000:]}")
     return done.stdout
+
+
+def apt(*command: str, folder: Path | None = None) -> None:
+    """apt-get, again after a while where it fails: that may be the network's fault."""
+    print("apt-get", *command, flush=True)
+    for pause_s in (*APT_PAUSES_S, None):
+        try:
+            run("apt-get", "-qq", *command, folder=folder)
+            return
+        except (GuestError, subprocess.TimeoutExpired) as error:
+            if pause_s is None:
+                raise
+            print(f"again in {pause_s} s: {error}", flush=True)
+            time.sleep(pause_s)
 
 
 def reason_against() -> str:
@@ -88,19 +107,19 @@ def install_packages() -> None:
     """Install what is missing, without what would pull systemd along."""
     missing = [name for path, name in PACKAGES.items() if not Path(path).exists()]
     if missing:
-        run("apt-get", "-qq", "update")
-        run("apt-get", "-qq", "install", "-y", "--no-install-recommends", *missing)
+        apt("update")
+        apt("install", "-y", "--no-install-recommends", *missing)
 
 
 def unpack_packages(cache: Path) -> None:
     """Kernel and pyverbs into `cache`, from Debian's packages."""
-    run("apt-get", "-qq", "update")
+    apt("update")
     found = run("apt-cache", "search", "--names-only", f"^{KERNEL}$").split("\n")
     names = [line.split()[0] for line in found if line]
     if not names:
         raise GuestError(f"apt-cache knows no package {KERNEL}")
     newest = max(names, key=lambda name: [int(n) for n in _numbers(name)])
-    run("apt-get", "-qq", "download", newest, "python3-pyverbs", folder=cache)
+    apt("download", newest, "python3-pyverbs", folder=cache)
     for package in cache.glob("*.deb"):
         run("dpkg", "-x", str(package), str(cache / "debian"))
         package.unlink()
@@ -130,9 +149,11 @@ def build_initramfs(cache: Path) -> None:
             order += [file for file in files if file not in order]
         for number, file in enumerate(order):
             target = root / f"modules/{number:02}-{Path(file).name}"
-            shutil.copy(file, target)
             if target.suffix == ".xz":
-                run("xz", "-d", str(target))
+                plain = lzma.decompress(Path(file).read_bytes())
+                target.with_suffix("").write_bytes(plain)
+            else:
+                shutil.copy(file, target)
         shutil.copy(HERE / "init.sh", root / "init")
         (root / "init").chmod(0o755)
         pack = "find . | cpio -o -H newc --quiet > "
@@ -149,9 +170,22 @@ def prepare(cache: Path) -> None:
         shutil.rmtree(cache / "debian", ignore_errors=True)
         unpack_packages(cache)
         (cache / "debian/unpacked").touch()
-    image, script = cache / "initramfs", HERE / "init.sh"
-    if not image.exists() or image.stat().st_mtime < script.stat().st_mtime:
+    image, made_of = cache / "initramfs", [HERE / "init.sh", Path(__file__)]
+    newest = max(file.stat().st_mtime for file in made_of)
+    if not image.exists() or image.stat().st_mtime < newest:
         build_initramfs(cache)
+
+
+def check_python(cache: Path) -> None:
+    """Debian's pyverbs is compiled for one version of CPython."""
+    folder = cache / "debian/usr/lib/python3/dist-packages/pyverbs"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if not (folder / f"device{suffix}").exists():
+        there = ", ".join(file.name for file in folder.glob("device.*"))
+        raise GuestError(
+            f"Debian's python3-pyverbs is not for this Python: it has {there}, not "
+            f"device{suffix}; run tests/rdma with PYTHON=/usr/bin/python3"
+        )
 
 
 # A boot.
@@ -173,7 +207,7 @@ def write_job(results: Path, command: list[str], cache: Path) -> None:
 
 
 def boot(cache: Path, results: Path, limit_s: float) -> bool:
-    """One guest, until it powers off; whether its job has started."""
+    """One guest, until it powers off; prints what its job does: has it started?"""
     kernel = next((cache / "debian/boot").glob("vmlinuz-*"))
     shares = []
     for tag, path, rest in (("host", "/", ",readonly=on"), ("results", results, "")):
@@ -187,36 +221,37 @@ def boot(cache: Path, results: Path, limit_s: float) -> bool:
         "-kernel", str(kernel), "-initrd", str(cache / "initramfs"), "-append", BOOT,
     ]  # fmt: skip
     guest = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    try:
-        start = time.monotonic()
-        while guest.poll() is None:
-            started = (results / "started").exists()
-            if time.monotonic() - start > (limit_s if started else BOOT_LIMIT_S):
-                break
-            time.sleep(0.1)
-    finally:
-        guest.kill()
-        guest.wait()
+    (results / "output").touch()
+    with (results / "output").open(errors="replace") as output:
+        try:
+            start = time.monotonic()
+            while guest.poll() is None:
+                started = (results / "started").exists()
+                if time.monotonic() - start > (limit_s if started else BOOT_LIMIT_S):
+                    break
+                print(output.read(), end="", flush=True)
+                time.sleep(0.1)
+        finally:
+            guest.kill()
+            guest.wait()
+            print(output.read(), end="", flush=True)
     return (results / "started").exists()
 
 
-def run_in_guest(
-    command: list[str], cache: Path, limit_s: float
-) -> tuple[int, str]:
-    """Exit status and output of `command`; raises GuestError if the guest fails."""
+def run_in_guest(command: list[str], cache: Path, limit_s: float) -> int:
+    """Exit status of `command`; raises GuestError if the guest fails."""
     for _ in range(BOOTS):
         with tempfile.TemporaryDirectory(prefix="numba_ep-guest-") as name:
             results = Path(name)
             write_job(results, command, cache)
             started = boot(cache, results, limit_s)
-            output = _text(results / "output")
             console = _text(results / "console")
             if (results / "status").exists():
-                return int(_text(results / "status")), output
+                return int(_text(results / "status"))
         if started:
             # Never again: a command that kills its guest must not pass.
             raise GuestError(
-                f"the guest died or took more than {limit_s:g} s\n{output}\n{console}"
+                f"the guest died or took more than {limit_s:g} s\n{console}"
             )
     raise GuestError(f"{BOOTS} boots failed; the last one said\n{console}")
 
@@ -233,6 +268,8 @@ def main() -> int:
     p.add_argument("--reason", action="store_true", help="say why there can be none")
     p.add_argument("command", nargs="*")
     options = p.parse_args()
+    # So that the guest and its files go, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if options.reason:
         print(reason_against())
         return 0
@@ -240,12 +277,11 @@ def main() -> int:
         if reason := reason_against():
             raise GuestError(reason)
         prepare(options.cache)
-        status, output = run_in_guest(options.command, options.cache, options.limit_s)
+        check_python(options.cache)
+        return run_in_guest(options.command, options.cache, options.limit_s)
     except (GuestError, subprocess.TimeoutExpired) as error:
         print(f"guest: {error}", file=sys.stderr)
         return 125
-    print(output, end="", flush=True)
-    return status
 
 
 if __name__ == "__main__":
