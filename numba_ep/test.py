@@ -131,7 +131,7 @@ class Run:
         with Buffer(
             self.group,
             num_rdma_bytes=ring_bytes(self.work, every, num_ranks),
-            num_qps_per_rank=max(24, dispatch.num_channels),
+            num_qps_per_rank=max(config.num_channels for config in every),
             transport=self.options.transport,
             device=self.options.device,
             timeout_s=self.options.timeout,
