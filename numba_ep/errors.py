@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from numba_ep.config import Kind, Refusal
-from numba_ep.kernels.records import ROLES, Header
+from numba_ep.kernels.records import ROLES, SENDER, Header
 from transport import wr
 
 
@@ -86,8 +86,9 @@ def aborted(
     role, peer, channel, head, tail, expected, operation = (int(n) for n in record)
     waited = ""
     if role:
-        # Who waits for warps of its own rank waits twice as long (kernels/waiting.py).
-        waited_s = timeout_s * (2 if peer == rank else 1)
+        # Who waits for own warps or for credit waits longer (kernels/waiting.py).
+        longer = peer == rank or role == SENDER
+        waited_s = timeout_s * (2 if longer else 1)
         waited = (
             f" (operation {operation}: the {ROLES[role]} of channel {channel} waited "
             f"{waited_s:g} s for rank {peer}: head {head}, tail {tail}, expected "

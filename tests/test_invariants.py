@@ -770,7 +770,8 @@ def test_8_what_never_comes_is_a_timeout_that_names_the_peer(
         assert str(error).startswith(f"rank {rank}: rank 1 ")
     text = str(results[0][0])
     assert f"operation {operation}: the {role} of channel" in text
-    assert "waited 0.5 s for rank 1" in text
+    # Credit is waited for longer: a peer may hold it back that waits itself.
+    assert f"waited {1 if role == 'sender' else 0.5:g} s for rank 1" in text
 
 
 def test_8_a_waiting_kernel_hears_an_abort() -> None:

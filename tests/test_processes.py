@@ -173,7 +173,8 @@ class Job:
 
     def until_stopped(self, rank: int) -> None:
         """Wait until the rank has stopped itself by SIGSTOP."""
-        self.until_file(f"{rank}.pid")
+        file = self.folder / f"{rank}.pid"
+        self.until(lambda: file.exists() and file.read_text() != "", file.name)
         stat = Path(f"/proc/{self.pid(rank)}/stat")
         self.until(
             lambda: stat.read_text().rpartition(")")[2].split()[0] == "T",

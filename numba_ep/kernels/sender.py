@@ -44,6 +44,7 @@ from numba_ep.kernels.events import PACK, WAIT_CREDIT, WAIT_PACKED
 from numba_ep.kernels.records import SEND_COORDINATOR, SENDER
 from numba_ep.kernels.tracing import now, record
 from numba_ep.kernels.waiting import (
+    FOR_CREDIT,
     FOR_OWN_WARPS,
     by_warp,
     over_peers,
@@ -185,7 +186,7 @@ def report_sender(comm, ring, plan, channel, dst_rank):
     report_timeout(comm, SENDER, dst_rank, channel, head, tail, expected)
 
 
-send_rows = over_peers(pack_for, report_sender, WAIT_CREDIT)
+send_rows = over_peers(pack_for, report_sender, WAIT_CREDIT, FOR_CREDIT)
 
 
 @cuda.jit(device=True)
@@ -244,7 +245,9 @@ def pack_and_publish_for(comm, ring, plan, rows, channel, dst_rank):
     return packed + published, left
 
 
-send_alone = over_peers(pack_and_publish_for, report_sender, WAIT_CREDIT)
+send_alone = over_peers(
+    pack_and_publish_for, report_sender, WAIT_CREDIT, FOR_CREDIT
+)
 
 
 send_by_warp = by_warp(send_alone, publish_chunks, send_rows)

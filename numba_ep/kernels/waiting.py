@@ -33,10 +33,11 @@ from transport.wr import (
     ABORT_TIMEOUT,
 )
 
-# Timeouts that a wait may last. Who waits for warps of this rank waits longer: they
+# Timeouts that a wait may last. Who waits for warps of this rank, or for credit, waits
+# longer: a peer may hold back credit because it waits for somebody else itself. They
 # give up first, and they know which peer it is.
 FOR_A_PEER = 1
-FOR_OWN_WARPS = 2
+FOR_OWN_WARPS = FOR_CREDIT = 2
 
 # What `wait_verdict` says.
 GO_ON = 0
@@ -58,7 +59,7 @@ def look(comm, since, patience):
 def wait_verdict(comm, spins, since, patience):
     """Relax; now and then see whether to give up. The same answer on every lane.
 
-    patience: FOR_A_PEER, or FOR_OWN_WARPS: those give up first and know why.
+    patience: how many timeouts, see above.
     """
     relax(spins)
     if spins % SPINS_PER_CHECK != SPINS_PER_CHECK - 1:
