@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from numba_ep.config import Kind, Refusal
-from numba_ep.kernels.records import ROLES, SENDER, Header
+from numba_ep.kernels.records import (
+    RECEIVE_COORDINATOR,
+    ROLES,
+    SEND_COORDINATOR,
+    SENDER,
+    Header,
+)
 from transport import wr
 
 
@@ -77,6 +83,13 @@ def _kind(value: int) -> str:
         return f"operation kind {value}"
 
 
+def _timeouts(role: int, is_own: bool) -> int:
+    """How many a wait lasts before it is reported (kernels/waiting.py)."""
+    if is_own or role in (SEND_COORDINATOR, RECEIVE_COORDINATOR):
+        return 3
+    return 2 if role == SENDER else 1
+
+
 def aborted(
     rank: int, value: int, record: Any, timeout_s: float, error: BaseException | None
 ) -> BufferAborted:
@@ -86,9 +99,7 @@ def aborted(
     role, peer, channel, head, tail, expected, operation = (int(n) for n in record)
     waited = ""
     if role:
-        # Who waits for own warps or for credit waits longer (kernels/waiting.py).
-        longer = peer == rank or role == SENDER
-        waited_s = timeout_s * (2 if longer else 1)
+        waited_s = timeout_s * _timeouts(role, peer == rank)
         waited = (
             f" (operation {operation}: the {ROLES[role]} of channel {channel} waited "
             f"{waited_s:g} s for rank {peer}: head {head}, tail {tail}, expected "

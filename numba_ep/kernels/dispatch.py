@@ -141,13 +141,14 @@ def unpack_from(comm, ring, arrivals, rows, channel, src_rank):
         unpack_row(comm, arrivals, slot, rows, first + position)
         position += num_workers()
         unpacked += 1
+    # Read before the coordinator hears of the last row, and moves the cursors.
+    start = cursor(comm, comm.head_cursors, src_rank, channel)
     warp_sync()
     if lane_id() == 0:
         set_needed(comm, ring, src_rank, position)
     warp_sync()
     if unpacked > 0:
-        last = position - num_workers()
-        tail = cursor(comm, comm.head_cursors, src_rank, channel) + last + 1
+        tail = start + position - num_workers() + 1
         record(comm, UNPACK, channel, src_rank, since, now(comm), tail, unpacked)
     return unpacked, position < count
 

@@ -162,6 +162,8 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):
         pack_row(send_slot(comm, ring, dst_rank, channel, position), rows, row)
         position += num_workers()
         packed += 1
+    # Read before the coordinator hears of the last row, and moves the cursors.
+    start = cursor(comm, comm.tail_cursors, dst_rank, channel)
     warp_sync()
     if packed > 0 and lane_id() == 0:
         # Release to the coordinator: the rows are packed before they are counted.
@@ -169,8 +171,7 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):
     store_i64(own, dst_rank, position)
     warp_sync()
     if packed > 0:
-        last = position - num_workers()
-        tail = cursor(comm, comm.tail_cursors, dst_rank, channel) + last + 1
+        tail = start + position - num_workers() + 1
         record(comm, PACK, channel, dst_rank, since, now(comm), tail, packed)
     return packed, position < count
 

@@ -33,11 +33,12 @@ from transport.wr import (
     ABORT_TIMEOUT,
 )
 
-# Timeouts that a wait may last. Who waits for warps of this rank, or for credit, waits
-# longer: a peer may hold back credit because it waits for somebody else itself. They
-# give up first, and they know which peer it is.
+# Timeouts that a wait may last. Who waits for credit waits longer: the peer may hold it
+# back because it waits for somebody else. Who waits for warps of its own rank waits
+# longest. Those that they wait for give up first, and know which peer it is.
 FOR_A_PEER = 1
-FOR_OWN_WARPS = FOR_CREDIT = 2
+FOR_CREDIT = 2
+FOR_OWN_WARPS = 3
 
 # What `wait_verdict` says.
 GO_ON = 0
