@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it loads kernels, which wait for a device to be chosen
@@ -27,12 +26,7 @@ class Lines:
     def __enter__(self) -> Lines:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Nothing is left open."""
 
     def checks_begin(self, number: int) -> None:
@@ -94,12 +88,7 @@ class Screen(Lines):
         self._step("compiled by the first run, about half a minute", 0)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.bars.stop()  # the cursor is shown again
 
     def checks_begin(self, number: int) -> None:
