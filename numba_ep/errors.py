@@ -6,6 +6,9 @@ from typing import Any
 
 from numba_ep.config import Kind, Refusal
 from numba_ep.kernels.records import (
+    FOR_A_PEER,
+    FOR_CREDIT,
+    FOR_OWN_WARPS,
     RECEIVE_COORDINATOR,
     ROLES,
     SEND_COORDINATOR,
@@ -84,10 +87,10 @@ def _kind(value: int) -> str:
 
 
 def _timeouts(role: int, is_own: bool) -> int:
-    """How many a wait lasts before it is reported (kernels/waiting.py)."""
+    """How many a wait lasts before it is reported."""
     if is_own or role in (SEND_COORDINATOR, RECEIVE_COORDINATOR):
-        return 3
-    return 2 if role == SENDER else 1
+        return FOR_OWN_WARPS
+    return FOR_CREDIT if role == SENDER else FOR_A_PEER
 
 
 def aborted(

@@ -35,8 +35,9 @@ def device_kernels() -> dict[str, Any]:
     from numba_ep.device import clock_ns
     from numba_ep.kernels.channel import first_token, poll_credit, poll_tail, slot_at
     from numba_ep.kernels.fifo import push_counter, push_put
+    from numba_ep.kernels.records import FOR_A_PEER
     from numba_ep.kernels.rows import wait_for_row_of
-    from numba_ep.kernels.waiting import FOR_A_PEER, wait_verdict
+    from numba_ep.kernels.waiting import wait_verdict
 
     @cuda.jit
     def tail(comm, ring):  # type: ignore[no-untyped-def]

@@ -48,7 +48,11 @@ from numba_ep.kernels.receiver import (
     set_needed,
     start_receiver,
 )
-from numba_ep.kernels.records import STATE_VERDICT
+from numba_ep.kernels.records import (
+    FOR_A_PEER,
+    FOR_OWN_WARPS,
+    STATE_VERDICT,
+)
 from numba_ep.kernels.sender import (
     block_scratch,
     num_workers,
@@ -56,8 +60,6 @@ from numba_ep.kernels.sender import (
 )
 from numba_ep.kernels.tracing import now, record
 from numba_ep.kernels.waiting import (
-    FOR_A_PEER,
-    FOR_OWN_WARPS,
     GO_ON,
     TIMED_OUT,
     by_warp,

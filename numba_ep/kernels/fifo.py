@@ -19,10 +19,10 @@ from numba_ep.device import (
 )
 from numba_ep.kernels.records import (
     FIFO,
+    FOR_A_PEER,
     LINE_BYTES,
 )
 from numba_ep.kernels.waiting import (
-    FOR_A_PEER,
     GO_ON,
     TIMED_OUT,
     look,

@@ -27,10 +27,13 @@ from numba_ep.kernels.channel import (
     rows_on,
 )
 from numba_ep.kernels.events import WAIT_READ
-from numba_ep.kernels.records import RECEIVE_COORDINATOR, RECEIVER
+from numba_ep.kernels.records import (
+    FOR_OWN_WARPS,
+    RECEIVE_COORDINATOR,
+    RECEIVER,
+)
 from numba_ep.kernels.sender import block_scratch, move_cursors, num_workers
 from numba_ep.kernels.waiting import (
-    FOR_OWN_WARPS,
     over_peers,
     report_timeout,
 )

@@ -148,6 +148,13 @@ ABORT = 0
 RECORD = LINE_WORDS
 RECORD_FIELDS = ("role", "peer", "channel", "head", "tail", "expected", "operation")
 
+# Timeouts that a wait may last. Who waits for credit waits longer: the peer may hold it
+# back because it waits for somebody else. Who waits for warps of its own rank waits
+# longest. Those that they wait for give up first, and know which peer it is.
+FOR_A_PEER = 1
+FOR_CREDIT = 2
+FOR_OWN_WARPS = 3
+
 # Words of Comm.state, each on its own line.
 STATE_OPERATION = 0
 STATE_VERDICT = LINE_WORDS

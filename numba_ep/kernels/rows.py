@@ -30,6 +30,8 @@ from numba_ep.kernels.fifo import (
     push_put,
 )
 from numba_ep.kernels.records import (
+    FOR_A_PEER,
+    FOR_OWN_WARPS,
     LINE_BYTES,
     NOTIFY,
     ROW_TOKENS,
@@ -38,8 +40,6 @@ from numba_ep.kernels.records import (
 )
 from numba_ep.kernels.tracing import now, record, record_alone
 from numba_ep.kernels.waiting import (
-    FOR_A_PEER,
-    FOR_OWN_WARPS,
     GO_ON,
     TIMED_OUT,
     report_timeout,

@@ -41,11 +41,14 @@ from numba_ep.kernels.channel import (
     send_slot,
 )
 from numba_ep.kernels.events import PACK, WAIT_CREDIT, WAIT_PACKED
-from numba_ep.kernels.records import SEND_COORDINATOR, SENDER
-from numba_ep.kernels.tracing import now, record
-from numba_ep.kernels.waiting import (
+from numba_ep.kernels.records import (
     FOR_CREDIT,
     FOR_OWN_WARPS,
+    SEND_COORDINATOR,
+    SENDER,
+)
+from numba_ep.kernels.tracing import now, record
+from numba_ep.kernels.waiting import (
     by_warp,
     over_peers,
     report_timeout,

@@ -23,6 +23,8 @@ from numba_ep.device import (
 )
 from numba_ep.kernels.records import (
     ABORT,
+    FOR_A_PEER,
+    FOR_OWN_WARPS,
     RECORD,
     STATE_CLAIM,
     STATE_OPERATION,
@@ -32,13 +34,6 @@ from transport.wr import (
     ABORT_CAUSE,
     ABORT_TIMEOUT,
 )
-
-# Timeouts that a wait may last. Who waits for credit waits longer: the peer may hold it
-# back because it waits for somebody else. Who waits for warps of its own rank waits
-# longest. Those that they wait for give up first, and know which peer it is.
-FOR_A_PEER = 1
-FOR_CREDIT = 2
-FOR_OWN_WARPS = 3
 
 # What `wait_verdict` says.
 GO_ON = 0
