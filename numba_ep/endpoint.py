@@ -124,14 +124,13 @@ class Endpoint:
         self.trace_memory: Any = None  # numba_ep.trace
 
     def _make_comm(self) -> Comm:
-        receive, send = self.transport.receive, self.transport.send
-        runtime, offsets = self.runtime, self._receive_map
-        self.receive_address, self.send_address = (
+        runtime, offsets, ends = self.runtime, self._receive_map, self.transport
+        receive, self.landing_address, self.send_address = (
             region.address if region.on_gpu
             else runtime.register(region.address, region.num_bytes)
-            for region in (receive, send)
+            for region in (ends.receive, ends.landing, ends.send)
         )  # fmt: skip
-        own = self.receive_address
+        own = receive
         if not runtime.synchronous:
             # On a GPU the counters of traffic with oneself lie in its own memory.
             self._own = runtime.allocate(offsets["row counters"])
@@ -146,7 +145,8 @@ class Endpoint:
             num_ranks=self.num_ranks,
             max_channels=self.settings.max_channels,
             timeout_ns=int(self.settings.timeout_s * 1e9),
-            receive=self.receive_address,
+            landing=self.landing_address,
+            receive=receive,
             own=own,
             tails_at=offsets["tails"],
             heads_at=offsets["heads"],
@@ -186,7 +186,7 @@ class Endpoint:
     def rings(self) -> tuple[int, int, int, int]:
         """Receive rings (address, offset) and send rings (address, offset)."""
         receive_at, send_at = self._receive_map["rings"], self._send_map["rings"]
-        receive, send = self.receive_address + receive_at, self.send_address + send_at
+        receive, send = self.landing_address + receive_at, self.send_address + send_at
         return receive, receive_at, send, send_at
 
     @property

@@ -170,7 +170,7 @@ class Operation:
         config, slot, ranks = self.config, self.payload.slot_bytes, self.num_ranks
         chunks = config.capacity // config.chunk
         # The larger of what a sending and a reducing block keep, see their modules.
-        words = ranks * max(chunks + 2 * (warps + 1), 3 * warps + 1)
+        words = ranks * max(chunks + 2 * (warps + 1), 3 * warps + 2)
         words = -(-words // LINE_WORDS) * LINE_WORDS
         receive, receive_at, send, send_at = self.endpoint.rings()
         own_bytes = config.ring_bytes(1, slot)

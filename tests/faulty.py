@@ -25,7 +25,7 @@ from numba_ep import Buffer, Config, device
 from numba_ep import reference as ref
 from numba_ep.spawn import spawn
 from transport import wr
-from transport.base import MemoryRegion
+from transport.base import NO_WORDS, MemoryRegion
 
 LIMIT_S = 30.0
 NONE = np.empty(0, np.int64)
@@ -38,7 +38,10 @@ class Wrapped:
     def __init__(self, inner: Any) -> None:
         self.inner, self.rank, self.name = inner, inner.rank, inner.name
         self.receive: MemoryRegion = inner.receive
+        self.landing: MemoryRegion = inner.landing
         self.send: MemoryRegion = inner.send
+        self.words: np.ndarray = inner.words
+        self.seen: np.ndarray = inner.seen
         self.bell: int = inner.bell
         self.details: str = inner.details
 
@@ -135,7 +138,8 @@ class FakeTransport:
     def __init__(self, num_ranks: int, receive_bytes: int = 1 << 16) -> None:
         self._memory = np.zeros(receive_bytes, np.uint8)
         self.receive = MemoryRegion(self._memory.ctypes.data, receive_bytes)
-        self.send = MemoryRegion(0, 0)
+        self.landing, self.send = self.receive, MemoryRegion(0, 0)
+        self.words = self.seen = NO_WORDS
         self.room: dict[Queue, int] = {}
         self.posted: list[wr.WorkRequest] = []
         self.dead: set[int] = set()

@@ -64,8 +64,8 @@ CHANNEL = [
     Mutant(
         "the tail of another channel is polled",
         KERNELS + "channel.py",
-        "word = counter_word(comm, comm.tails_at, src_rank, channel)",
-        "word = counter_word(comm, comm.tails_at, src_rank, 0)",
+        "word = tail_word(comm, src_rank, channel)",
+        "word = tail_word(comm, src_rank, 0)",
     ),
 ]
 

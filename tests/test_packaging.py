@@ -26,7 +26,8 @@ LAYERS = """
 transport.wr transport.jit
 transport.atomics_jit transport.atomics_python
 transport.atomics
-transport.base transport.process transport.cuda_driver transport.statistics
+transport.base transport.process transport.statistics
+transport.cuda_driver transport.cuda_call
 transport.verbs_device transport.verbs_queue transport.post_log
 transport.verbs_resources transport.verbs_cuda
 transport.fifo transport.shm transport.verbs
@@ -36,7 +37,7 @@ transport
 
 numba_ep.slot numba_ep.handle numba_ep.reference numba_ep.arrays
 numba_ep.config
-numba_ep.device.memory numba_ep.device.memory_ir numba_ep.device.cores
+numba_ep.device.memory numba_ep.device.memory_ir
 numba_ep.device.pool numba_ep.device.cuda_ir numba_ep.device.cpu_rows
 numba_ep.device.cuda_lanes numba_ep.device.cuda_rows numba_ep.device.cuda_runtime
 numba_ep.device.cpu numba_ep.device.python numba_ep.device.cuda

@@ -35,6 +35,9 @@ class MemoryRegion(NamedTuple):
         return self.words or self.address
 
 
+NO_WORDS = np.empty(0, np.int64)
+
+
 class TransportError(RuntimeError):
     """The transport failed: message names the peer and what usually causes it."""
 
@@ -46,7 +49,10 @@ class TransportError(RuntimeError):
 class Transport(Protocol):
     """One rank's end of the network. Every method is called from one thread at a time.
 
-    receive: region that peers write. send: region that this rank's writes read from.
+    receive: region that peers write, where the host sees it. landing: where puts come
+    to lie, data and their counters, at the same offsets: this very region, or one in
+    the GPU; counters written alone are in `receive`. send: region that this rank's
+    writes read from.
     """
 
     name: str
@@ -55,7 +61,12 @@ class Transport(Protocol):
     # waiting threads poll. They look now and then by themselves, rung or not.
     bell: int
     receive: MemoryRegion
+    landing: MemoryRegion
     send: MemoryRegion
+    # Addresses of words that peers change when there is something to do for `poll`, and
+    # what the last one saw there: [n] int64 each.
+    words: np.ndarray
+    seen: np.ndarray
 
     def card(self) -> Any:
         """What peers need to reach this rank (keys, addresses): sent by allgather."""
@@ -75,7 +86,8 @@ class Transport(Protocol):
         """
 
     def poll(self) -> int:
-        """Reap completions; returns how many posted requests are still under way."""
+        """Reap completions, and do this rank's part of what peers have posted to it;
+        returns how many posted requests are still under way."""
 
     def peer_is_dead(self, peer: int) -> bool:
         """True only where the transport knows that the peer's process has ended."""

@@ -26,11 +26,15 @@ def call(function: Any, *args: Any) -> Any:
     """
     status, *results = function(*args)
     if status != driver.CUresult.CUDA_SUCCESS:
-        _, text = driver.cuGetErrorString(status)
-        raise RuntimeError(
-            f"{function.__name__}: {status.name}: {(text or b'unknown error').decode()}"
-        )
+        raise error_of(function.__name__, status)
     return results[0] if len(results) == 1 else results
+
+
+def error_of(what: str, status: int) -> RuntimeError:
+    """What a CUresult other than success means."""
+    name = driver.CUresult(status).name
+    _, text = driver.cuGetErrorString(driver.CUresult(status))
+    return RuntimeError(f"{what}: {name}: {(text or b'unknown error').decode()}")
 
 
 def current_device() -> tuple[Any, Any]:

@@ -74,10 +74,12 @@ class Proxy:
         self._stopped = False
         self._pokes = np.zeros(1, np.int64)  # counts reasons to look at once
         own_words = [abort.local, self._pokes.ctypes.data]
+        # FIFOs, what the transport waits for, abort words, the proxy's own two.
         self._words = np.concatenate(
-            [fifo.words, abort.from_peers, np.array(own_words, np.int64)]
+            [fifo.words, transport.words, abort.from_peers, np.array(own_words)]
         )
         self._seen = np.zeros_like(self._words)
+        self._first_abort = len(fifo.words) + len(transport.words)
         self._statistics = Statistics()
         self._counts = np.zeros(3, np.int64)  # puts, put_bytes, counter_writes
         self._untold = set(self._peers)
@@ -250,7 +252,7 @@ class Proxy:
         self._statistics.idle_waits += 1
         if self._gone is not None or time.monotonic() > self._next_liveness:
             self._watch()
-        if self._wait(IDLE_NS, self._bell) >= len(self._fifo.words):
+        if self._wait(IDLE_NS, self._bell) >= self._first_abort:
             self._watch()
 
     def _wait(self, timeout_ns: int, bell: int) -> int:
@@ -258,12 +260,12 @@ class Proxy:
         fifos = len(self._fifo.words)
         self._words[:fifos] = self._fifo.words
         self._seen[:fifos] = self._fifo.seen
+        self._seen[fifos : self._first_abort] = self._transport.seen
         self._seen[-1] = self._last_poke
         return int(wait_any(self._words, self._seen, timeout_ns, bell))
 
     def _watch_aborts(self) -> None:
-        fifos = len(self._fifo.words)
-        for i in range(fifos, len(self._words) - 2):
+        for i in range(self._first_abort, len(self._words) - 2):
             value = read_word(int(self._words[i]))
             if value != self._seen[i]:
                 self._seen[i] = value

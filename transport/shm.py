@@ -29,7 +29,7 @@ from transport.atomics import (
     store_release,
     stream_fence,
 )
-from transport.base import MemoryRegion, TransportError
+from transport.base import NO_WORDS, MemoryRegion, TransportError
 from transport.jit import host
 from transport.process import Process, own_process
 
@@ -91,6 +91,8 @@ class SharedMemoryTransport:
             self._forget_file()
             raise
         self.receive = MemoryRegion(_address(self._maps[0]), receive_bytes)
+        self.landing = self.receive
+        self.words = self.seen = NO_WORDS
         self.send = MemoryRegion(_address(self._maps[1]), send_bytes)
         self.bell = self.receive.address + _bell_at(receive_bytes)
         self._peers = np.zeros(num_ranks, np.int64)

@@ -1,69 +1,220 @@
-"""One host, GPUs, no NIC: the copy engines play the NIC.
+"""One host, GPUs, no NIC: the copy engines play the NIC, twice.
 
-    send region            receive region
-    in this rank's GPU  ── copy engine ──►  the peer's pinned memory in /dev/shm
-                        ── the counter, by the same stream, after the copy ──►
+    send region            receive region                    landing region
+    in the sender's GPU ─► the receiver's pinned memory ───► in the receiver's GPU
+        the sender's engine                 the receiver's engine
 
-No CPU core touches the payload. A stream keeps the order of what is posted to it, so
-the puts of a (peer, queue) have their stream; queues share `STREAMS_A_PEER` of them.
-Counters alone need not wait for puts: the CPU writes them at once.
+No CPU core touches the payload. The sender's proxy starts the first copy and leaves a
+note of it; the stream counts the copy as arrived; the receiver's proxy starts the
+second copy, and the counter of the put behind it. A kernel could read the rows from
+pinned memory itself, but waits 2 to 4 us for every load then, and its reads and the
+engines' writes slow each other down (docs/performance.md).
+
+A stream keeps the order of what is posted to it, so the puts of a queue have their
+stream; all queues of a process share `STREAMS` of them each way. Counters alone need
+not wait for puts: the CPU writes them at once, and they stay in pinned memory.
 """
 
 from __future__ import annotations
 
-import time
+import threading
 from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
 
 from transport import wr
-from transport.atomics import write_word
+from transport.atomics import load_acquire, store_release
 from transport.base import MemoryRegion
+from transport.cuda_call import call_driver, entry_point
 from transport.cuda_driver import (
     call,
     create_stream,
     current_device,
+    error_of,
     register,
     unregister,
 )
-from transport.shm import NONE_REFUSED, SharedMemoryTransport
+from transport.jit import host
+from transport.shm import SharedMemoryTransport
+from transport.wr import LINE_BYTES
 
-# More than one, so that one's copy runs while another writes its counter.
-STREAMS_A_PEER = 4
-# The counter is written once everything before it in the stream is visible.
-WITH_BARRIER = int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
-LOOK_S = 200e-6  # between looks at the streams: only the end of a Buffer minds
-NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
+# Each way. More than one, so that one's copy runs while another writes its counter; few,
+# because streams share the GPU's hardware queues (32 at most), and a copy must never
+# stand behind a kernel that waits for it.
+STREAMS = 2
+
+# A mailbox: what one peer sends by one stream. Words that are polled, then the notes.
+ARRIVED = 0  # copies that have come, counted by the sender's stream
+TAKEN = LINE_BYTES  # of these, how many the receiver has sent on
+NOTES = 2 * LINE_BYTES
+DEPTH = 128
+AT, NUM_BYTES, COUNTER_AT, VALUE = range(4)  # words of a note
+NOTE_BYTES = 32
+BOX_BYTES = NOTES + DEPTH * NOTE_BYTES
+
+
+@host.jit
+def _post(batch, streams, boxes, posted, peers, send, copy, write, refused):
+    """Start the writes of `batch`: (how many of `refused` are filled, CUresult).
+
+    streams: [STREAMS]. boxes (addresses for the CPU, for the GPU), posted: by peer and
+    stream.
+    """
+    count = 0
+    for i in range(batch.shape[0]):
+        peer = batch[i, wr.PEER]
+        if batch[i, wr.OPCODE] == wr.COUNTER:
+            counter = peers[peer] + batch[i, wr.COUNTER_AT]
+            store_release(counter, 0, batch[i, wr.VALUE])
+            continue
+        k = batch[i, wr.QUEUE] % STREAMS
+        box = boxes[0, peer, k]
+        # `taken` may grow in between: what follows a refused put must not slip in.
+        is_behind = False
+        for j in range(count):
+            earlier = batch[refused[j]]
+            same = earlier[wr.QUEUE] % STREAMS == k
+            is_behind = is_behind or (earlier[wr.PEER] == peer and same)
+        if is_behind or posted[peer, k] - load_acquire(box + TAKEN, 0) >= DEPTH:
+            refused[count] = i
+            count += 1
+            continue
+        at, num_bytes = batch[i, wr.DESTINATION], batch[i, wr.NUM_BYTES]
+        note = box + NOTES + posted[peer, k] % DEPTH * NOTE_BYTES
+        store_release(note, AT, at)
+        store_release(note, NUM_BYTES, num_bytes)
+        store_release(note, COUNTER_AT, batch[i, wr.COUNTER_AT])
+        store_release(note, VALUE, batch[i, wr.VALUE])
+        posted[peer, k] += 1
+        stream, status = streams[k], 0
+        if num_bytes > 0:
+            source = send + batch[i, wr.SOURCE]
+            status = call_driver(copy, peers[peer] + at, source, num_bytes, stream)
+        if status == 0:
+            # Written once the copy before it is complete and visible.
+            arrived = boxes[1, peer, k] + ARRIVED
+            status = call_driver(write, stream, arrived, posted[peer, k], 0)
+        if status != 0:
+            return count, status
+    return count, 0
+
+
+@host.jit
+def _take(streams, boxes, taken, seen, receive, landing, copy, write):
+    """Send on whatever has arrived; the CUresult.
+
+    seen: what was counted as arrived, [peers x streams].
+    """
+    for peer in range(boxes.shape[0]):
+        for k in range(STREAMS if boxes[peer, 0] != 0 else 0):
+            box, stream = boxes[peer, k], streams[k]
+            # Acquire: the note was written before the copy was started.
+            arrived = load_acquire(box + ARRIVED, 0)
+            seen[peer * STREAMS + k] = arrived
+            while taken[peer, k] < arrived:
+                note = box + NOTES + taken[peer, k] % DEPTH * NOTE_BYTES
+                at, num_bytes = load_acquire(note, AT), load_acquire(note, NUM_BYTES)
+                status = 0
+                if num_bytes > 0:
+                    status = call_driver(
+                        copy, landing + at, receive + at, num_bytes, stream
+                    )
+                if status == 0:
+                    counter = landing + load_acquire(note, COUNTER_AT)
+                    value = load_acquire(note, VALUE)
+                    status = call_driver(write, stream, counter, value, 0)
+                if status != 0:
+                    return status
+                taken[peer, k] += 1
+                # Release: the note may be overwritten from here on.
+                store_release(box + TAKEN, 0, taken[peer, k])
+    return 0
+
+
+@host.jit
+def _count_under_way(boxes, posted):
+    """Streams to peers whose copies have not all arrived."""
+    count = 0
+    for peer in range(posted.shape[0]):
+        for k in range(posted.shape[1]):
+            if posted[peer, k] > 0:
+                arrived = load_acquire(boxes[0, peer, k] + ARRIVED, 0)
+                count += arrived < posted[peer, k]
+    return count
+
+
+_lock = threading.Lock()
+_streams: dict[int, np.ndarray] = {}  # by context; they live as long as the process
+
+
+def _streams_of(context: Any) -> np.ndarray:
+    """The streams out of and into a GPU, [2, STREAMS] int64."""
+    with _lock:
+        if int(context) not in _streams:
+            made = [[int(create_stream()) for _ in range(STREAMS)] for _ in range(2)]
+            _streams[int(context)] = np.array(made, np.int64)
+        return _streams[int(context)]
 
 
 class CopyEngineTransport(SharedMemoryTransport):
-    """One rank's end; see `transport.base.Transport`. `send` lies in the GPU."""
+    """One rank's end; see `transport.base.Transport`. `send` and `landing` lie in the
+    GPU."""
 
     name = "shm"
+    details = "copy engines and shared memory"
 
     def __init__(
         self, rank: int, num_ranks: int, receive_bytes: int, send_bytes: int
     ) -> None:
-        super().__init__(rank, num_ranks, receive_bytes, 0)
+        self._boxes_at = -(-receive_bytes // LINE_BYTES) * LINE_BYTES
+        boxes_bytes = num_ranks * STREAMS * BOX_BYTES
+        super().__init__(rank, num_ranks, self._boxes_at + boxes_bytes, 0)
+        self._mapped_bytes = self.receive.num_bytes
+        self.receive = MemoryRegion(self.receive.address, receive_bytes)
         _, self._context = current_device()
+        self._thread = 0
         self._enter()
-        self._send = call(driver.cuMemAlloc, max(send_bytes, 1))
-        # On a stream of its own: kernels do not wait for the default stream.
-        stream = create_stream()
-        call(driver.cuMemsetD8Async, self._send, 0, max(send_bytes, 1), stream)
-        call(driver.cuStreamSynchronize, stream)
-        call(driver.cuStreamDestroy, stream)
-        self.send = MemoryRegion(int(self._send), send_bytes, on_gpu=True)
-        self._streams: dict[tuple[int, int], Any] = {}
-        self._busy: dict[tuple[int, int], Any] = {}
+        self.send = self._allocate(send_bytes)
+        self.landing = self._allocate(receive_bytes)
+        self._copy_out = entry_point("cuMemcpyDtoHAsync_v2")
+        self._copy_in = entry_point("cuMemcpyHtoDAsync_v2")
+        self._write = entry_point("cuStreamWriteValue64_v2")
+        self._out, self._in = _streams_of(self._context)
+        shape = num_ranks, STREAMS
+        # By peer and stream: what was done, the mailboxes there (for the CPU, for the
+        # GPU) and the mailboxes here.
+        self._posted, self._taken = np.zeros((2, *shape), np.int64)
+        self._there = np.zeros((2, *shape), np.int64)
+        self._here = np.zeros(shape, np.int64)
+        # Where peers count what has come; in the own rank's mailboxes nobody does.
+        boxes = np.arange(num_ranks * STREAMS) * BOX_BYTES
+        self.words = self.receive.address + self._boxes_at + boxes + ARRIVED
+        self.seen = np.zeros_like(self.words)
         self._pinned: list[tuple[int, int]] = []
-        self._gpu_peers: list[int] = []
-        self._next_look = 0.0
 
     def _enter(self) -> None:
-        # The proxy's thread has never used CUDA.
         call(driver.cuCtxSetCurrent, self._context)
+
+    def _enter_once(self) -> None:
+        """Before traffic: the proxy's thread has never used CUDA."""
+        if self._thread != threading.get_ident():
+            self._enter()
+            self._thread = threading.get_ident()
+
+    def _allocate(self, num_bytes: int) -> MemoryRegion:
+        """Zeroed GPU memory."""
+        address = call(driver.cuMemAlloc, max(num_bytes, 1))
+        # On a stream of its own: kernels do not wait for the default stream.
+        stream = create_stream()
+        call(driver.cuMemsetD8Async, address, 0, max(num_bytes, 1), stream)
+        call(driver.cuStreamSynchronize, stream)
+        call(driver.cuStreamDestroy, stream)
+        return MemoryRegion(int(address), num_bytes, on_gpu=True)
+
+    def card(self) -> Any:
+        """As in shared memory; the file has the mailboxes, too."""
+        return super().card()._replace(receive_bytes=self._mapped_bytes)
 
     def connect(self, cards: list[Any]) -> None:
         """Map and pin every peer's receive region."""
@@ -71,62 +222,61 @@ class CopyEngineTransport(SharedMemoryTransport):
         self._enter()
         for peer, card in enumerate(cards):
             if peer == self.rank:
-                self._gpu_peers.append(0)  # nothing is posted to oneself
-                continue
+                continue  # nothing is posted to oneself
             place = (int(self._peers[peer]), card.receive_bytes)
-            self._gpu_peers.append(register(*place))
+            gpu = register(*place)
             self._pinned.append(place)
-            for number in range(STREAMS_A_PEER):
-                self._streams[peer, number] = create_stream()
+            for k in range(STREAMS):
+                own = (peer * STREAMS + k) * BOX_BYTES
+                theirs = (self.rank * STREAMS + k) * BOX_BYTES
+                self._here[peer, k] = self.receive.address + self._boxes_at + own
+                self._there[0, peer, k] = place[0] + self._boxes_at + theirs
+                self._there[1, peer, k] = gpu + self._boxes_at + theirs
+                note = int(self._there[0, peer, k]) + NOTES
+                self._use_once(int(self._out[k]), int(self._in[k]), note)
+
+    def _use_once(self, out: int, into: int, pinned: int) -> None:
+        """The driver might not make what a stream needs while a kernel waits for it."""
+        at = self.landing.address  # all zeros still
+        call(driver.cuMemcpyDtoHAsync, pinned, at, LINE_BYTES, out)
+        call(driver.cuMemcpyHtoDAsync, at, pinned, LINE_BYTES, into)
+        for stream in (out, into):
+            call(driver.cuStreamWriteValue64, stream, at, 0, 0)
+            call(driver.cuStreamSynchronize, stream)
 
     def post(self, batch: np.ndarray) -> np.ndarray:
-        """Hand all writes to the streams; they have room for any number."""
-        self._enter()
-        for entry in batch.tolist():
-            peer, counter = entry[wr.PEER], entry[wr.COUNTER_AT]
-            if entry[wr.OPCODE] == wr.COUNTER:
-                write_word(int(self._peers[peer]) + counter, entry[wr.VALUE])
-                continue
-            key = peer, entry[wr.QUEUE] % STREAMS_A_PEER
-            stream = self._busy[key] = self._streams[key]
-            if entry[wr.NUM_BYTES]:
-                call(
-                    driver.cuMemcpyDtoHAsync,
-                    int(self._peers[peer]) + entry[wr.DESTINATION],
-                    self.send.address + entry[wr.SOURCE],
-                    entry[wr.NUM_BYTES],
-                    stream,
-                )
-            at, value = self._gpu_peers[peer] + counter, entry[wr.VALUE]
-            call(driver.cuStreamWriteValue64, stream, at, value, WITH_BARRIER)
-        return NONE_REFUSED
+        """Hand all writes to the streams, as far as there is room for their notes."""
+        self._enter_once()
+        refused = np.empty(len(batch), np.int64)
+        count, status = _post(
+            batch, self._out, self._there, self._posted, self._peers,
+            self.send.address, self._copy_out, self._write, refused,
+        )  # fmt: skip
+        if status:
+            raise error_of("a copy out of the GPU", status)
+        return refused[:count]
 
     def poll(self) -> int:
-        """Streams that still have something to do."""
-        now = time.monotonic()
-        if self._busy and now > self._next_look:
-            self._next_look = now + LOOK_S
-            self._enter()
-            for key, stream in list(self._busy.items()):
-                status = driver.cuStreamQuery(stream)[0]
-                if status == driver.CUresult.CUDA_SUCCESS:
-                    del self._busy[key]
-                elif status != NOT_READY:
-                    call(driver.cuStreamQuery, stream)
-        return len(self._busy)
+        """Send on what has arrived. Returns the streams that still have to arrive."""
+        self._enter_once()
+        status = _take(
+            self._in, self._here, self._taken, self.seen, self.receive.address,
+            self.landing.address, self._copy_in, self._write,
+        )  # fmt: skip
+        if status:
+            raise error_of("a copy into the GPU", status)
+        return int(_count_under_way(self._there, self._posted))
 
     def close(self, keep_memory: bool = False) -> None:
         """Free everything; with `keep_memory` what copies may still touch stays."""
-        if self._streams and not keep_memory:
+        if self.landing.num_bytes and not keep_memory:
             self._enter()
-            for stream in self._streams.values():
+            for stream in (*self._out.tolist(), *self._in.tolist()):
                 call(driver.cuStreamSynchronize, stream)
-                call(driver.cuStreamDestroy, stream)
             for place in self._pinned:
                 unregister(*place)
-        if not keep_memory and self.send.num_bytes:
-            self._enter()
-            call(driver.cuMemFree, self._send)
-        self._streams, self._pinned = {}, []
-        self.send = MemoryRegion(0, 0)
+            call(driver.cuMemFree, self.send.address)
+            call(driver.cuMemFree, self.landing.address)
+        self._pinned = []
+        self.send = self.landing = MemoryRegion(0, 0)
         super().close(keep_memory)

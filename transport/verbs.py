@@ -17,7 +17,7 @@ import numpy as np
 
 from transport import wr
 from transport.atomics import BELL_BYTES, SLEEP_NS, ring, write_word
-from transport.base import TransportError
+from transport.base import NO_WORDS, TransportError
 from transport.process import Process, own_process
 from transport.verbs_device import explained, translated
 from transport.verbs_queue import (
@@ -89,6 +89,7 @@ class VerbsTransport:
             self._target = self._target._replace(
                 host_bytes=host_bytes, words=words.base, words_rkey=words.mr.rkey
             )
+        self.landing, self.words, self.seen = self.receive, NO_WORDS, NO_WORDS
         self.details = f"{self._port.name}, {received.way}"
         if sent.way != received.way:
             self.details += f"; sends from {sent.way}"

@@ -122,15 +122,15 @@ def jit(fn: Any = None, *, device: bool = False, **options: Any) -> Any:
 # is what stands in for `numba.cuda`.
 cuda = sys.modules[__name__]
 
-SPINS_BEFORE_NAP = 32
-NAP_NS = 64
+SPINS_BEFORE_NAP = 8
+NAP_NS = 2000
 
 
 @jit(device=True)
 def relax(spins: int) -> None:
     """Called in a waiting loop with the number of turns so far."""
-    # What is due at once arrives within a few loads (0.6-2 us each). After that a nap
-    # leaves issue slots to the warps that copy, at less than one load's latency.
+    # What is due at once arrives within a few loads (0.6-2 us each). After that naps:
+    # a hundred and more warps that ask at full speed hold up all fences of the GPU.
     if spins >= SPINS_BEFORE_NAP:
         nap(NAP_NS)
 

@@ -34,7 +34,6 @@ from numba_ep.device import (
 from numba_ep.kernels.channel import (
     cursor,
     first_token,
-    poll_tail,
     receive_slot,
     rows_on,
 )
@@ -42,6 +41,7 @@ from numba_ep.kernels.events import REDUCE, WAIT_TAIL
 from numba_ep.kernels.receiver import (
     credit_for,
     end_receives,
+    more_rows,
     report_receiver,
     return_credits,
     seen_word,
@@ -84,7 +84,7 @@ def wait_for_row(comm, ring, arrivals, channel, src_rank, position):
     spins = 0
     since = clock_ns()
     while True:
-        seen = poll_tail(comm, src_rank, channel, seen)
+        seen = more_rows(comm, ring, channel, src_rank, seen)
         if position < seen:
             store_i64(scratch, word, seen)
             tail = cursor(comm, comm.head_cursors, src_rank, channel) + seen
@@ -104,7 +104,7 @@ def wait_for_row(comm, ring, arrivals, channel, src_rank, position):
 @cuda.jit(device=True)
 def slots_word(comm):
     """Scratch index of this warp's list of the slots that it adds up."""
-    return (2 * num_warps() + 1 + warp_id()) * comm.num_ranks
+    return (2 * num_warps() + 2 + warp_id()) * comm.num_ranks
 
 
 @cuda.jit(device=True)

@@ -28,7 +28,6 @@ from numba_ep.device import (
 )
 from numba_ep.kernels.channel import (
     cursor,
-    poll_tail,
     receive_slot,
     rows_before,
     rows_on,
@@ -37,6 +36,7 @@ from numba_ep.kernels.events import UNPACK, WAIT_TAIL
 from numba_ep.kernels.receiver import (
     credit_for,
     end_receives,
+    more_rows,
     needed_word,
     report_receiver,
     return_credits,
@@ -129,7 +129,7 @@ def unpack_from(comm, ring, arrivals, rows, channel, src_rank):
         return 0, False
     seen = load_i64(scratch, seen_word(comm, warp_id(), src_rank))
     if position >= seen:
-        seen = poll_tail(comm, src_rank, channel, seen)
+        seen = more_rows(comm, ring, channel, src_rank, seen)
         store_i64(scratch, seen_word(comm, warp_id(), src_rank), seen)
     first = first_row(ring, arrivals, src_rank, channel)
     unpacked = 0

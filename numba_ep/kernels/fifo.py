@@ -11,7 +11,7 @@ from numba_ep.device import (
     atomic_add,
     clock_ns,
     cuda,
-    fence,
+    ld_acquire,
     ld_relaxed,
     relax,
     st_release_host,
@@ -54,7 +54,8 @@ def reserve_entry(comm, channel):
     since = clock_ns()
     # A full FIFO makes the kernel wait: an entry that the host has not taken is never
     # overwritten.
-    while sequence - ld_relaxed(freed, 0) >= comm.fifo_depth:
+    # Acquire: the host has read the entry before it counted it as freed.
+    while sequence - ld_acquire(freed, 0) >= comm.fifo_depth:
         relax(spins)
         spins += 1
         if spins % SPINS_PER_CHECK == 0:
@@ -66,7 +67,6 @@ def reserve_entry(comm, channel):
                 )  # fmt: skip
             if verdict != GO_ON:
                 return 0, sequence
-    fence()  # the host has read the entry before it counted it as freed
     index = channel * comm.fifo_depth + sequence % comm.fifo_depth
     return comm.fifo + index * ENTRY_BYTES, sequence
 

@@ -23,6 +23,7 @@ from numba_ep.device import (
 )
 from numba_ep.kernels.channel import (
     cursor,
+    poll_tail,
     return_credit,
     rows_on,
 )
@@ -40,7 +41,8 @@ from numba_ep.kernels.waiting import (
 
 # A receiving block's scratch: for every warp and source the next position it needs,
 # then for every warp and source the tail seen, then for every source the credit
-# returned. A reducing block has, behind these, a list of slots for every warp.
+# returned and the tail that the coordinator has seen. A reducing block has, behind
+# these, a list of slots for every warp.
 
 
 @cuda.jit(device=True)
@@ -62,6 +64,12 @@ def returned_word(comm, src_rank):
 
 
 @cuda.jit(device=True)
+def arrived_word(comm, src_rank):
+    """Scratch index of the tail that the warps may see: the coordinator's."""
+    return (2 * num_warps() + 1) * comm.num_ranks + src_rank
+
+
+@cuda.jit(device=True)
 def start_receiver(comm, ring):
     """Before the first wait: nothing is read, seen or returned."""
     for src_rank in range(lane_id(), comm.num_ranks, WARP_SIZE):
@@ -69,7 +77,35 @@ def start_receiver(comm, ring):
         store_i64(block_scratch(ring), seen_word(comm, warp_id(), src_rank), 0)
         if warp_id() == 0:
             store_i64(block_scratch(ring), returned_word(comm, src_rank), 0)
+            store_i64(block_scratch(ring), arrived_word(comm, src_rank), 0)
     block_sync()
+
+
+@cuda.jit(device=True)
+def more_rows(comm, ring, channel, src_rank, seen):
+    """Positions below this may be read, asked by a warp that has seen `seen`."""
+    if num_warps() == 1:
+        return poll_tail(comm, src_rank, channel, seen)
+    # Acquire from the coordinator, which has acquired it from the source.
+    tail = ld_acquire_block(block_scratch(ring), arrived_word(comm, src_rank))
+    return max(seen, warp_broadcast(tail))
+
+
+@cuda.jit(device=True)
+def watch_tail(comm, ring, channel, src_rank, count):
+    """The coordinator looks for its warps, or hundreds of them would ask at once.
+
+    Returns whether rows have come.
+    """
+    index = arrived_word(comm, src_rank)
+    seen = load_i64(block_scratch(ring), index)
+    if num_warps() == 1 or seen >= count:
+        return False
+    tail = poll_tail(comm, src_rank, channel, seen)
+    if tail > seen and lane_id() == 0:
+        st_release_block(block_scratch(ring), index, tail)
+    warp_sync()
+    return tail > seen
 
 
 @cuda.jit(device=True)
@@ -94,21 +130,22 @@ def smallest_needed(comm, ring, src_rank, count):
 def credit_for(comm, ring, arrivals, rows, channel, src_rank):
     """Return the credit of one source once a chunk, or the rest, has been read.
 
-    Returns (times credit was returned, whether any rows are left).
+    Returns (times credit was returned or rows have come, whether any rows are left).
     """
     count = rows_on(arrivals.channel_prefix, src_rank, channel, ring.num_channels)
     index = returned_word(comm, src_rank)
     returned = load_i64(block_scratch(ring), index)
     if returned >= count:
         return 0, False
+    steps = 1 if watch_tail(comm, ring, channel, src_rank, count) else 0
     consumed = smallest_needed(comm, ring, src_rank, count)
     if consumed - returned < ring.chunk and consumed < count:
-        return 0, True
+        return steps, True
     if lane_id() == 0:
         return_credit(comm, src_rank, channel, returned, consumed)
     store_i64(block_scratch(ring), index, consumed)
     warp_sync()
-    return 1, consumed < count
+    return steps + 1, consumed < count
 
 
 @cuda.jit(device=True)

@@ -20,8 +20,9 @@ class Comm(NamedTuple):
     num_ranks: int
     max_channels: int
     timeout_ns: int
-    receive: int  # receive region: tails, heads, row counters, rows, rings
-    own: int  # the same counters for traffic with oneself, in device memory
+    landing: int  # where puts come to lie: tails, row counters, rows, rings
+    receive: int  # the same offsets where counters written alone are: heads
+    own: int  # all these counters for traffic with oneself, in device memory
     tails_at: int  # offsets in the receive region, equal on all ranks
     heads_at: int
     row_counters_at: int

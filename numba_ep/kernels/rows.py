@@ -13,8 +13,8 @@ from numba_ep.device import (
     add_release_block,
     clock_ns,
     cuda,
-    fence,
     lane_id,
+    ld_acquire,
     ld_acquire_block,
     ld_relaxed,
     load_i32,
@@ -58,7 +58,7 @@ def row_from(comm, operation, src_rank):
     """Address of the row of `src_rank`; one's own is read where it was written."""
     if src_rank == comm.rank:
         return comm.send_rows + area(comm, operation, src_rank)
-    return comm.receive + comm.rows_at + area(comm, operation, src_rank)
+    return comm.landing + comm.rows_at + area(comm, operation, src_rank)
 
 
 @cuda.jit(device=True)
@@ -124,13 +124,13 @@ def send_row(comm, header, notice, status, operation, dst_rank):
 @cuda.jit(device=True)
 def wait_for_row_of(comm, operation, src_rank):
     """One warp: until the row of `src_rank` is here; False if the Buffer aborts."""
-    word = comm.receive + comm.row_counters_at + src_rank * LINE_BYTES
+    word = comm.landing + comm.row_counters_at + src_rank * LINE_BYTES
     spins = 0
     since = clock_ns()
     while True:
         arrived = warp_broadcast(ld_relaxed(word, 0))
         if arrived >= operation:
-            fence()  # the row is read after its counter
+            ld_acquire(word, 0)  # the row is read after its counter
             warp_sync()
             record(comm, WAIT_ROW, 0, src_rank, since, now(comm), operation, 1)
             return True

@@ -24,6 +24,7 @@ from numba_ep.device import (
     load_i32,
     load_i64,
     num_warps,
+    st_release_block,
     store_f32,
     store_i32,
     store_i64,
@@ -56,7 +57,8 @@ from numba_ep.kernels.waiting import (
 
 # A sending block's scratch: a packed count for every (peer, chunk of the ring), then a
 # part for every warp and one for the coordinator. A warp's part: the next position for
-# every peer, then the credit seen from every peer. The coordinator's: rows published.
+# every peer, then the credit seen from every peer. The coordinator's: rows published,
+# then the credit that it has seen and the warps may see.
 
 
 @cuda.jit(device=True)
@@ -137,7 +139,34 @@ def start_sender(comm, ring):
         store_i64(own, comm.num_ranks + peer, 0)
         if warp_id() == 0:
             store_i64(coordinator, peer, 0)
+            store_i64(coordinator, comm.num_ranks + peer, 0)
     block_sync()
+
+
+@cuda.jit(device=True)
+def more_credit(comm, ring, channel, dst_rank, seen):
+    """Positions below this may be written, asked by a warp that has seen `seen`."""
+    if num_warps() == 1:
+        return poll_credit(comm, ring, dst_rank, channel, seen)
+    part = scratch_part(comm, ring, num_warps())
+    # Acquire from the coordinator, which has acquired it from the reader.
+    credit = ld_acquire_block(part, comm.num_ranks + dst_rank)
+    return max(seen, warp_broadcast(credit))
+
+
+@cuda.jit(device=True)
+def watch_credit(comm, ring, channel, dst_rank, published, count):
+    """The coordinator looks for its warps: on a GPU heads lie in the host's memory, and
+    if every warp asked for them, their reads would hold up the rows on the link."""
+    part = scratch_part(comm, ring, num_warps())
+    seen = load_i64(part, comm.num_ranks + dst_rank)
+    # While half a ring may still be written, nobody waits.
+    if seen >= min(count, published + ring.capacity // 2 + 1):
+        return
+    credit = poll_credit(comm, ring, dst_rank, channel, seen)
+    if credit > seen and lane_id() == 0:
+        st_release_block(part, comm.num_ranks + dst_rank, credit)
+    warp_sync()
 
 
 @cuda.jit(device=True)
@@ -153,7 +182,7 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):
         return 0, False
     credit = load_i64(own, comm.num_ranks + dst_rank)
     if position >= credit:
-        credit = poll_credit(comm, ring, dst_rank, channel, credit)
+        credit = more_credit(comm, ring, channel, dst_rank, credit)
         store_i64(own, comm.num_ranks + dst_rank, credit)
     # No further than this chunk: one count is enough then.
     chunk_end = (position // ring.chunk + 1) * ring.chunk
@@ -204,6 +233,8 @@ def publish_for(comm, ring, plan, rows, channel, dst_rank):
     count = rows_on(plan.channel_prefix, dst_rank, channel, ring.num_channels)
     if done >= count:
         return 0, False
+    if num_warps() > 1:
+        watch_credit(comm, ring, channel, dst_rank, done, count)
     expected = min(ring.chunk, count - done)
     packed = packed_count(ring, dst_rank, done)
     scratch = block_scratch(ring)
