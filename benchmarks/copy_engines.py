@@ -25,7 +25,7 @@ from mpi4py import MPI
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from transport.cuda_driver import call, create_stream, register
+from transport.cuda_driver import call, register, take_stream
 
 REGION, ROUND, JOB = 64 << 20, 1 << 30, 58_700_000
 CHUNKS = (65_536, 118_784, 237_568, 475_136, 950_272, 1_900_544)
@@ -51,7 +51,7 @@ class Engines:
         os.unlink(path)
         self.source = int(call(driver.cuMemAlloc, REGION))
         self.target = int(call(driver.cuMemAlloc, REGION))
-        self.out, self.back = create_stream(), create_stream()
+        self.out, self.back = take_stream(), take_stream()
         self.flag = int(call(driver.cuMemHostAlloc, 4096, 3))
         self.jobs = 0
 

@@ -55,7 +55,7 @@ class Endpoint:
         processes = members.allgather((socket.gethostname(), os.getpid()))
         self.asynchronous = self.on_gpu and len(set(processes)) == len(processes)
         agree(members, settings)
-        compile_kernels(members, self.device)
+        compile_kernels(members, self.device, processes)
         self.runtime = self.device.make_runtime(f"numba_ep rank {self.rank}", 0)
         self._map_memory()
         self._allocate()

@@ -84,15 +84,21 @@ def use_local_gpu(members: Members, device: Any) -> None:
     device.use_gpu(hosts[: members.rank].count(hosts[members.rank]))
 
 
-def compile_kernels(members: Members, device: Any) -> None:
+def compile_kernels(
+    members: Members, device: Any, processes: list[tuple[str, int]]
+) -> None:
     """Have every kernel's machine code before the first wait of any rank.
+
+    processes: host and pid of every rank. Raises ValueError where those of a process
+    are too many for a GPU's hardware queues.
 
     A process or two a host compile, each its share, and the others then load what is in
     the cache: sixteen compilers at once on two cores take four times as long.
     """
     from numba_ep.kernels import all_kernels
 
-    processes = members.allgather((socket.gethostname(), os.getpid()))
+    with all_or_none(members, "device"):
+        devices.check_queues(processes.count(processes[members.rank]))
     host, own = processes[members.rank]
     here = dict.fromkeys(pid for name, pid in processes if name == host)
     compilers = list(here)[: min(2, os.cpu_count() or 1)]

@@ -101,6 +101,7 @@ def small_comm(word: int = 0, **fields: int) -> Any:
         num_ranks=2,
         max_channels=1,
         timeout_ns=300_000_000,
+        landing=word - 128,
         receive=word - 128,
         control=local.ctypes.data,
         state=local.ctypes.data + 1024,

@@ -1,5 +1,6 @@
 """Config, slots, size hints and the memory map: numbers that never see a kernel."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,23 @@ def test_asking_for_a_config_chooses_no_device(monkeypatch: pytest.MonkeyPatch) 
     config = numba_ep.Buffer.get_dispatch_config(2)
     assert (config.num_sms, config.capacity, config.chunk) == (8, 1024, 128)
     assert device.target() is None
+
+
+def test_too_few_hardware_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "target", lambda: "cuda")
+    for queues, ranks, fits in (
+        ("1", 1, False), ("2", 1, True), ("32", 16, True), ("32", 17, False),
+        ("", 17, True),
+    ):  # fmt: skip
+        monkeypatch.setenv(device.QUEUES, queues)
+        with contextlib.ExitStack() as stack:
+            if not fits:
+                text = f"expected at least {2 * ranks}, .* got {queues}"
+                stack.enter_context(pytest.raises(ValueError, match=text))
+            device.check_queues(ranks)
+    monkeypatch.delenv(device.QUEUES)
+    with pytest.raises(ValueError, match="got 8;"):
+        device.check_queues(5)
 
 
 @pytest.mark.parametrize(

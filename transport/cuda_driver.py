@@ -47,11 +47,37 @@ def current_device() -> tuple[Any, Any]:
     return device, call(driver.cuDevicePrimaryCtxRetain, device)
 
 
-def create_stream() -> Any:
+# Streams share the GPU's hardware queues, and what is in one queue runs in order: a
+# kernel behind another one that waits for it would never run. So few streams are made,
+# and those that are given back are used again.
+_idle_streams: dict[int, list[int]] = {}  # by context
+
+
+def take_stream() -> int:
     """A stream that the default stream does not wait for, nor it for that one."""
-    return call(
-        driver.cuStreamCreate, int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-    )
+    with _lock:
+        idle = _idle_streams.get(int(call(driver.cuCtxGetCurrent)), [])
+        if idle:
+            return idle.pop()
+    flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    return int(call(driver.cuStreamCreate, flags))
+
+
+def give_stream_back(stream: int) -> None:
+    """What is still under way on it comes first for whoever takes it next."""
+    with _lock:
+        context = int(call(driver.cuCtxGetCurrent))
+        _idle_streams.setdefault(context, []).append(stream)
+
+
+def allocate_zeroed(num_bytes: int) -> int:
+    """GPU memory, cleared when this returns; no kernel that waits is waited for."""
+    address = int(call(driver.cuMemAlloc, max(num_bytes, 1)))
+    stream = take_stream()
+    call(driver.cuMemsetD8Async, address, 0, max(num_bytes, 1), stream)
+    call(driver.cuStreamSynchronize, stream)
+    give_stream_back(stream)
+    return address
 
 
 def device_address(address: int) -> int:

@@ -28,20 +28,21 @@ from transport.atomics import load_acquire, store_release
 from transport.base import MemoryRegion
 from transport.cuda_call import call_driver, entry_point
 from transport.cuda_driver import (
+    allocate_zeroed,
     call,
-    create_stream,
     current_device,
     error_of,
     register,
+    take_stream,
     unregister,
 )
 from transport.jit import host
 from transport.shm import SharedMemoryTransport
 from transport.wr import LINE_BYTES
 
-# Each way. More than one, so that one's copy runs while another writes its counter; few,
-# because streams share the GPU's hardware queues (32 at most), and a copy must never
-# stand behind a kernel that waits for it.
+# Each way. More than one, so that one's copy runs while another writes its counter.
+# Few: streams share the GPU's hardware queues (32 at most), and a copy must never stand
+# behind a kernel that waits for it.
 STREAMS = 2
 
 # A mailbox: what one peer sends by one stream. Words that are polled, then the notes.
@@ -152,7 +153,7 @@ def _streams_of(context: Any) -> np.ndarray:
     """The streams out of and into a GPU, [2, STREAMS] int64."""
     with _lock:
         if int(context) not in _streams:
-            made = [[int(create_stream()) for _ in range(STREAMS)] for _ in range(2)]
+            made = [[take_stream() for _ in range(STREAMS)] for _ in range(2)]
             _streams[int(context)] = np.array(made, np.int64)
         return _streams[int(context)]
 
@@ -175,8 +176,10 @@ class CopyEngineTransport(SharedMemoryTransport):
         _, self._context = current_device()
         self._thread = 0
         self._enter()
-        self.send = self._allocate(send_bytes)
-        self.landing = self._allocate(receive_bytes)
+        self.send, self.landing = (
+            MemoryRegion(allocate_zeroed(num_bytes), num_bytes, on_gpu=True)
+            for num_bytes in (send_bytes, receive_bytes)
+        )
         self._copy_out = entry_point("cuMemcpyDtoHAsync_v2")
         self._copy_in = entry_point("cuMemcpyHtoDAsync_v2")
         self._write = entry_point("cuStreamWriteValue64_v2")
@@ -201,16 +204,6 @@ class CopyEngineTransport(SharedMemoryTransport):
         if self._thread != threading.get_ident():
             self._enter()
             self._thread = threading.get_ident()
-
-    def _allocate(self, num_bytes: int) -> MemoryRegion:
-        """Zeroed GPU memory."""
-        address = call(driver.cuMemAlloc, max(num_bytes, 1))
-        # On a stream of its own: kernels do not wait for the default stream.
-        stream = create_stream()
-        call(driver.cuMemsetD8Async, address, 0, max(num_bytes, 1), stream)
-        call(driver.cuStreamSynchronize, stream)
-        call(driver.cuStreamDestroy, stream)
-        return MemoryRegion(int(address), num_bytes, on_gpu=True)
 
     def card(self) -> Any:
         """As in shared memory; the file has the mailboxes, too."""

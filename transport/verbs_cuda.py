@@ -21,7 +21,7 @@ from cuda.bindings import driver
 from pyverbs.mr import MR, DmaBufMR
 from pyverbs.pyverbs_error import PyverbsError
 
-from transport.cuda_driver import call, create_stream, current_device
+from transport.cuda_driver import allocate_zeroed, call, current_device
 
 # The driver's own unit: so much memory, or a multiple, is aligned for every way.
 UNIT_BYTES = 2 << 20
@@ -94,15 +94,10 @@ class Gpu:
         return int(call(driver.cuDeviceGetAttribute, attribute, self._device))
 
     def _allocate(self, size: int) -> int:
-        address = int(call(driver.cuMemAlloc, size))
+        address = allocate_zeroed(size)
         # Copies and fills of CUDA's own that the host waits for are then complete.
         sync = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
         call(driver.cuPointerSetAttribute, 1, sync, address)
-        # On a stream of its own: kernels do not wait for the default stream.
-        stream = create_stream()
-        call(driver.cuMemsetD8Async, address, 0, size, stream)
-        call(driver.cuStreamSynchronize, stream)
-        call(driver.cuStreamDestroy, stream)
         return address
 
     def _free(self, address: int) -> None:

@@ -44,14 +44,22 @@ from typing import Any, NamedTuple
 
 DEVICES = ("auto", "cuda", "cpu")
 VARIABLE = "NUMBA_EP_DEVICE"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _chosen: ModuleType | None = None
 
 
 def cuda_is_there() -> bool:
-    """Whether a CUDA driver with a visible GPU is here; creates no context."""
+    """Whether a CUDA driver with a visible GPU is here; creates no context.
+
+    Asks for all hardware queues of a GPU, where the environment says nothing of them.
+    """
     import ctypes
 
+    # CUDA reads this in cuInit. Kernels of several ranks on one GPU wait for each
+    # other: two streams that share one of the (by default 8) queues would make one
+    # kernel stand behind the very kernel that waits for it.
+    os.environ.setdefault(QUEUES, "32")
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -103,6 +111,22 @@ _DEFAULTS = {
 def defaults() -> Defaults:
     """Of the selected target, else of the one that would be; asking selects none."""
     return _DEFAULTS[target() or wanted_target()]
+
+
+def check_queues(num_ranks: int) -> None:
+    """Raise ValueError where a GPU has too few hardware queues for a process's ranks.
+
+    CUDA deals its streams to the queues, and what is in one runs in order. With two
+    queues a rank no kernel or copy was seen to stand behind a kernel that waits for it;
+    with one a rank they do, with one rank as with eight.
+    """
+    queues = os.environ.get(QUEUES, "8")  # CUDA's own default
+    if target() == "cuda" and queues.isdecimal() and int(queues) < 2 * num_ranks:
+        raise ValueError(
+            f"{QUEUES}: expected at least {2 * num_ranks}, two for each of the "
+            f"{num_ranks} ranks of this process, got {queues}; leave it unset, or set "
+            "it before CUDA starts; 32 is the most"
+        )
 
 
 def select(device: str | None = None) -> ModuleType:

@@ -6,15 +6,9 @@ Importing this module creates no CUDA context.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
-
-# CUDA reads this when the context is created. Kernels of several ranks on one GPU wait
-# for each other: two streams that share one of the (by default 8) hardware queues would
-# make one kernel stand behind the very kernel that waits for it.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import numba.cuda
 from numba.core import config
@@ -77,7 +71,7 @@ from transport.jit import cache_folder
 
 st_release_host = st_release  # the proxy polls
 
-SPINS_PER_CHECK = 64  # the abort word lies in the host's memory
+SPINS_PER_CHECK = 64
 WARP_SIZE = LANES
 # Seven that move rows and their coordinator. Four blocks of 8 warps
 # already read pinned host memory at the 50 GB/s that PCIe gives, and twelve copy rows
@@ -122,15 +116,15 @@ def jit(fn: Any = None, *, device: bool = False, **options: Any) -> Any:
 # is what stands in for `numba.cuda`.
 cuda = sys.modules[__name__]
 
-SPINS_BEFORE_NAP = 8
-NAP_NS = 2000
+SPINS_BEFORE_NAP = 32
+NAP_NS = 64
 
 
 @jit(device=True)
 def relax(spins: int) -> None:
     """Called in a waiting loop with the number of turns so far."""
-    # What is due at once arrives within a few loads (0.6-2 us each). After that naps:
-    # a hundred and more warps that ask at full speed hold up all fences of the GPU.
+    # What is due at once arrives within a few loads (0.6-2 us each). After that a nap
+    # leaves issue slots to the warps that copy, at less than one load's latency.
     if spins >= SPINS_BEFORE_NAP:
         nap(NAP_NS)
 

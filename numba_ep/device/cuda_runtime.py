@@ -21,10 +21,11 @@ from numba_ep.device.memory import Memory
 from transport.atomics import read_word, wait_any
 from transport.cuda_driver import (
     call,
-    create_stream,
     current_device,
     device_address,
+    give_stream_back,
     register,
+    take_stream,
     unregister,
 )
 
@@ -86,8 +87,7 @@ class Runtime:
         self.name = name
         self._device, self._context = current_device()
         self._enter()
-        self._stream = create_stream()
-        self.stream = int(self._stream)  # the handle, for other libraries
+        self.stream = take_stream()  # the handle, for other libraries
         self._event = create_event()
         # What a Buffer's end sets; kernels on a GPU leave by the abort word alone.
         self.abort: Callable[[], None] = lambda: None
@@ -132,7 +132,7 @@ class Runtime:
             ) from None
         grid = (blocks, 1, 1, warps * LANES, 1, 1)
         where = ctypes.addressof(pointers)
-        call(driver.cuLaunchKernel, function, *grid, 0, self._stream, where, 0)
+        call(driver.cuLaunchKernel, function, *grid, 0, self.stream, where, 0)
 
     launch_local = launch  # the stream keeps the order of all of them
 
@@ -140,12 +140,12 @@ class Runtime:
         """What is launched from now on begins after all that `stream` holds now."""
         self._enter()
         call(driver.cuEventRecord, self._event, stream)
-        call(driver.cuStreamWaitEvent, self._stream, self._event, 0)
+        call(driver.cuStreamWaitEvent, self.stream, self._event, 0)
 
     def let_wait(self, stream: int) -> None:
         """What is put on `stream` from now on begins after all launched so far."""
         self._enter()
-        call(driver.cuEventRecord, self._event, self._stream)
+        call(driver.cuEventRecord, self._event, self.stream)
         call(driver.cuStreamWaitEvent, stream, self._event, 0)
 
     def mark(self) -> int:
@@ -153,7 +153,7 @@ class Runtime:
         self._enter()
         self._marks += 1
         at = self._done.address
-        call(driver.cuStreamWriteValue64, self._stream, at, self._marks, 0)
+        call(driver.cuStreamWriteValue64, self.stream, at, self._marks, 0)
         return self._marks
 
     def is_done(self, mark: int) -> bool:
@@ -175,9 +175,9 @@ class Runtime:
             seen = np.array([read_word(self._done.host_address)])
             if seen[0] < mark and wait_any(word, seen, LOOK_NS, 0) < 0:
                 self._enter()
-                status = driver.cuStreamQuery(self._stream)[0]
+                status = driver.cuStreamQuery(self.stream)[0]
                 if status != driver.CUresult.CUDA_ERROR_NOT_READY:
-                    call(driver.cuStreamQuery, self._stream)
+                    call(driver.cuStreamQuery, self.stream)
         return True
 
     def resident_blocks(self, kernel: Any, warps: int, args: tuple[Any, ...]) -> int:
@@ -196,8 +196,8 @@ class Runtime:
         self._enter()
         pointer = call(driver.cuMemAlloc, max(num_bytes, 1))
         self._device_memory.append(int(pointer))
-        call(driver.cuMemsetD8Async, pointer, 0, num_bytes, self._stream)
-        call(driver.cuStreamSynchronize, self._stream)
+        call(driver.cuMemsetD8Async, pointer, 0, num_bytes, self.stream)
+        call(driver.cuStreamSynchronize, self.stream)
         return Memory(int(pointer), num_bytes, None)
 
     def allocate_host(self, num_bytes: int) -> Memory:
@@ -236,9 +236,9 @@ class Runtime:
             out.ctypes.data,
             memory.address,
             memory.num_bytes,
-            self._stream,
+            self.stream,
         )
-        call(driver.cuStreamSynchronize, self._stream)
+        call(driver.cuStreamSynchronize, self.stream)
         return out
 
     def copy_from_host(self, memory: Memory, data: np.ndarray) -> None:
@@ -254,9 +254,9 @@ class Runtime:
             memory.address,
             data.ctypes.data,
             data.nbytes,
-            self._stream,
+            self.stream,
         )
-        call(driver.cuStreamSynchronize, self._stream)
+        call(driver.cuStreamSynchronize, self.stream)
 
     def close(self) -> None:
         """Give back stream and memory; kernels must have ended. May be repeated."""
@@ -264,7 +264,7 @@ class Runtime:
             return
         self._closed = True
         self._enter()
-        call(driver.cuStreamDestroy, self._stream)
+        give_stream_back(self.stream)
         call(driver.cuEventDestroy, self._event)
         for place in self._registered:
             unregister(*place)

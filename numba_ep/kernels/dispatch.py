@@ -129,8 +129,13 @@ def unpack_from(comm, ring, arrivals, rows, channel, src_rank):
         return 0, False
     seen = load_i64(scratch, seen_word(comm, warp_id(), src_rank))
     if position >= seen:
-        seen = more_rows(comm, ring, channel, src_rank, seen)
-        store_i64(scratch, seen_word(comm, warp_id(), src_rank), seen)
+        more = more_rows(comm, ring, channel, src_rank, seen)
+        # Who finds nothing stores nothing, see `pack_for`.
+        if more > seen:
+            store_i64(scratch, seen_word(comm, warp_id(), src_rank), more)
+        if position >= more:
+            return 0, True
+        seen = more
     first = first_row(ring, arrivals, src_rank, channel)
     unpacked = 0
     since = now(comm)
@@ -147,9 +152,8 @@ def unpack_from(comm, ring, arrivals, rows, channel, src_rank):
     if lane_id() == 0:
         set_needed(comm, ring, src_rank, position)
     warp_sync()
-    if unpacked > 0:
-        tail = start + position - num_workers() + 1
-        record(comm, UNPACK, channel, src_rank, since, now(comm), tail, unpacked)
+    tail = start + position - num_workers() + 1
+    record(comm, UNPACK, channel, src_rank, since, now(comm), tail, unpacked)
     return unpacked, position < count
 
 

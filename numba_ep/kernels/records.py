@@ -160,7 +160,8 @@ FOR_OWN_WARPS = 3
 STATE_OPERATION = 0
 STATE_VERDICT = LINE_WORDS
 STATE_CLAIM = 2 * LINE_WORDS
-STATE_WORDS = 3 * LINE_WORDS
+STATE_LOOKED = 3 * LINE_WORDS  # when a warp last looked at the abort word
+STATE_WORDS = 4 * LINE_WORDS
 
 # Words of an operation's result; RESULT_OPERATION is released last. The host may read
 # them late: operation n has place n % RESULTS.

@@ -182,8 +182,14 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):
         return 0, False
     credit = load_i64(own, comm.num_ranks + dst_rank)
     if position >= credit:
-        credit = more_credit(comm, ring, channel, dst_rank, credit)
-        store_i64(own, comm.num_ranks + dst_rank, credit)
+        more = more_credit(comm, ring, channel, dst_rank, credit)
+        # Who finds nothing stores nothing: on a GPU a fence across the system waits for
+        # all stores of its SM, and would hardly end while warps that wait store.
+        if more > credit:
+            store_i64(own, comm.num_ranks + dst_rank, more)
+        if position >= more:
+            return 0, True
+        credit = more
     # No further than this chunk: one count is enough then.
     chunk_end = (position // ring.chunk + 1) * ring.chunk
     index = packed_count(ring, dst_rank, position)
@@ -197,14 +203,13 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):
     # Read before the coordinator hears of the last row, and moves the cursors.
     start = cursor(comm, comm.tail_cursors, dst_rank, channel)
     warp_sync()
-    if packed > 0 and lane_id() == 0:
+    if lane_id() == 0:
         # Release to the coordinator: the rows are packed before they are counted.
         add_release_block(block_scratch(ring), index, packed)
     store_i64(own, dst_rank, position)
     warp_sync()
-    if packed > 0:
-        tail = start + position - num_workers() + 1
-        record(comm, PACK, channel, dst_rank, since, now(comm), tail, packed)
+    tail = start + position - num_workers() + 1
+    record(comm, PACK, channel, dst_rank, since, now(comm), tail, packed)
     return packed, position < count
 
 

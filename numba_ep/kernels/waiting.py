@@ -27,6 +27,7 @@ from numba_ep.kernels.records import (
     FOR_OWN_WARPS,
     RECORD,
     STATE_CLAIM,
+    STATE_LOOKED,
     STATE_OPERATION,
 )
 from numba_ep.kernels.tracing import now, record
@@ -41,12 +42,24 @@ ABORTED = 1
 TIMED_OUT = 2
 
 
+# On a GPU the abort word lies in the host's memory, and loads of one word there wait
+# for each other, 2 us each: if every warp asked, all that goes to the host would stand
+# behind them. So one asks for all, and who comes sooner than this looks at the clock
+# alone.
+LOOK_NS = 20_000
+
+
 @cuda.jit(device=True)
 def look(comm, since, patience):
     """What one lane finds: the abort word first, then the clock."""
-    if ld_relaxed(comm.control, ABORT) != 0:
-        return ABORTED
-    if clock_ns() - since > patience * comm.timeout_ns:
+    time = clock_ns()
+    if time - ld_relaxed(comm.state, STATE_LOOKED) > LOOK_NS:
+        # A plain store: who sees it late asks once more.
+        store_i64(comm.state, STATE_LOOKED, time)
+        if ld_relaxed(comm.control, ABORT) != 0:
+            store_i64(comm.state, STATE_LOOKED, 0)  # the others shall see it at once
+            return ABORTED
+    if time - since > patience * comm.timeout_ns:
         return TIMED_OUT
     return GO_ON
 
