@@ -15,7 +15,6 @@ import numpy as np
 from numba_ep.device import (
     WARP_SIZE,
     block_id,
-    copy_row,
     cuda,
     lane_id,
     load_f32,
@@ -45,6 +44,7 @@ from numba_ep.kernels.receiver import (
     start_receiver,
 )
 from numba_ep.kernels.records import STATE_VERDICT
+from numba_ep.kernels.row_copy import copy_with_scales, in_array, in_slot
 from numba_ep.kernels.sender import (
     block_scratch,
     num_workers,
@@ -55,19 +55,6 @@ from numba_ep.kernels.waiting import (
     by_warp,
     over_peers,
 )
-
-
-@cuda.jit(device=True)
-def load_scale(scales, i, num_scales):
-    """Scale `i`, or 0 behind the last one."""
-    return load_f32(scales, i) if i < num_scales else np.float32(0)
-
-
-@cuda.jit(device=True)
-def store_scale(rows, row, i, scale):
-    """Keep scale `i` of user row `row`, if there is one."""
-    if i < rows.num_scales:
-        store_f32(rows.scales, row * rows.token_stride + i * rows.scale_stride, scale)
 
 
 @cuda.jit(device=True)
@@ -90,19 +77,10 @@ def unpack_topk(comm, arrivals, ids, rows, row):
 @cuda.jit(device=True)
 def unpack_row(comm, arrivals, slot, rows, row):
     """Slot -> user row `row`."""
-    scales = slot + rows.row_bytes
-    lane = lane_id()
-    # The first ones are asked for before the row is copied: over PCIe every load that
-    # waits for another one costs 2 us.
-    scale_0 = load_scale(scales, lane, rows.num_scales)
-    scale_1 = load_scale(scales, lane + WARP_SIZE, rows.num_scales)
-    copy_row(rows.x + row * rows.row_bytes, slot, rows.row_bytes)
-    store_scale(rows, row, lane, scale_0)
-    store_scale(rows, row, lane + WARP_SIZE, scale_1)
-    for i in range(lane + 2 * WARP_SIZE, rows.num_scales, WARP_SIZE):
-        store_scale(rows, row, i, load_f32(scales, i))
+    of = in_slot(rows, slot)
+    copy_with_scales(in_array(rows, row), of, rows)
     if rows.topk_idx != 0:
-        unpack_topk(comm, arrivals, scales + 4 * rows.num_scales, rows, row)
+        unpack_topk(comm, arrivals, of.scales + 4 * rows.num_scales, rows, row)
 
 
 @cuda.jit(device=True)

@@ -16,7 +16,6 @@ from numba_ep.device import (
     add_release_block,
     block_id,
     block_sync,
-    copy_row,
     cuda,
     lane_id,
     ld_acquire_block,
@@ -48,6 +47,7 @@ from numba_ep.kernels.records import (
     SEND_COORDINATOR,
     SENDER,
 )
+from numba_ep.kernels.row_copy import copy_with_scales, in_array, in_slot
 from numba_ep.kernels.tracing import now, record
 from numba_ep.kernels.waiting import (
     by_warp,
@@ -104,13 +104,9 @@ def row_of(ring, plan, dst_rank, channel, position):
 def pack_row(slot, rows, row):
     """User row `row` -> slot: x | scales | top-k ids | top-k weights."""
     lane = lane_id()
-    copy_row(slot, rows.x + row * rows.row_bytes, rows.row_bytes)
-    scales = slot + rows.row_bytes
-    first = row * rows.token_stride
-    for i in range(lane, rows.num_scales, WARP_SIZE):
-        scale = load_f32(rows.scales, first + i * rows.scale_stride)
-        store_f32(scales, i, scale)
-    ids = scales + 4 * rows.num_scales
+    to = in_slot(rows, slot)
+    copy_with_scales(to, in_array(rows, row), rows)
+    ids = to.scales + 4 * rows.num_scales
     weights = ids
     if rows.topk_idx != 0:
         weights += 4 * rows.num_topk
@@ -195,10 +191,16 @@ def pack_for(comm, ring, plan, rows, channel, dst_rank):
     index = packed_count(ring, dst_rank, position)
     packed = 0
     since = now(comm)
-    while position < min(count, credit, chunk_end):
-        row = row_of(ring, plan, dst_rank, channel, position)
+    stop = min(count, credit, chunk_end)
+    row = row_of(ring, plan, dst_rank, channel, position)
+    while position < stop:
+        following = position + num_workers()
+        # Looked up before this row is copied, or its copy would wait for that.
+        next_row = (
+            row_of(ring, plan, dst_rank, channel, following) if following < stop else 0
+        )
         pack_row(send_slot(comm, ring, dst_rank, channel, position), rows, row)
-        position += num_workers()
+        position, row = following, next_row
         packed += 1
     # Read before the coordinator hears of the last row, and moves the cursors.
     start = cursor(comm, comm.tail_cursors, dst_rank, channel)
