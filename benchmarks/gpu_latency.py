@@ -2,9 +2,9 @@
 
     mpirun -np 2 python benchmarks/gpu_latency.py
 
-Hidden 7168 in bfloat16, every token to an expert of the other rank. A cached dispatch and
-the combine of what it brought, from a barrier to the end of the combine's event, 500
-times; then 50 times with a trace, whose parts are medians in microseconds.
+Hidden 7168 in bfloat16, every token to an expert of the other rank. A cached dispatch
+and the combine of what it brought, from a barrier to the end of the combine's event,
+500 times; then 50 times with a trace, whose parts are medians in microseconds.
 """
 
 from __future__ import annotations

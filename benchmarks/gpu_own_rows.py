@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_own_rows.py 4 8 12 20 24      numbers of SMs
 
-One rank, DeepEP's sizes (4096 tokens, hidden 7168), one of eight calls in a row, medians
-of 5. Dispatch moves every row twice, user array -> ring -> user array, and so does
-combine; `copy` is a kernel of as many SMs that copies as many rows twice. The exchange of
-counts before each operation is in its time.
+One rank, DeepEP's sizes (4096 tokens, hidden 7168), one of eight calls in a row,
+medians of 5. Dispatch moves every row twice, user array -> ring -> user array, and so
+does combine; beside them, a kernel of as many SMs that copies as many rows twice. The
+exchange of counts before each operation is in its time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def main() -> None:
     ) as buffer:  # fmt: skip
         tuner = Tuner(buffer, ranks, SIZES, True, REPEATS, IN_A_ROW)
         print("us, and of the copy's rate, %")
-        print(f"{'SMs':>4}{'dispatch fp8':>18}{'dispatch bf16':>18}{'combine bf16':>18}")
+        names = ("dispatch fp8", "dispatch bf16", "combine bf16")
+        print(" SMs" + "".join(f"{name:>18}" for name in names))
         for config in configs:
             cells = []
             for operation in ("fp8", "bf16", "combine"):
