@@ -6,7 +6,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.core.targetconfig import ConfigStack
 from numba.extending import intrinsic
 
@@ -121,14 +120,6 @@ def zeros_f32x8(typingctx):
     return _SUMS(), codegen
 
 
-def _packed(builder: Any, words: list[Any]) -> Any:
-    """Four words as a vector."""
-    vector = ir.Constant(_I32X4, ir.Undefined)
-    for i, word in enumerate(words):
-        vector = builder.insert_element(vector, word, ir.Constant(I32, i))
-    return vector
-
-
 def _terms(builder: Any, base: Any, group: Any) -> list[Any]:
     """The eight bfloat16 of 16-byte group `group` at `base`, as float32."""
     words = builder.load(_group_pointer(builder, base, group), align=16)
@@ -170,9 +161,10 @@ def add_bf16x8(typingctx, total, base, group):
     return _SUMS(_SUMS, types.int64, types.int64), codegen
 
 
-def _with_nans(builder: Any, pair: Any, low: Any, high: Any) -> Any:
-    """`pair`, two float32 as two bfloat16 in one word, with NaN as on the CPU: 0x7fc0
-    and the sign. The instruction gives 0x7fff for every NaN."""
+def _bf16_pair(builder: Any, low: Any, high: Any) -> Any:
+    """Two float32 as two bfloat16 in one word, nearest even; NaN as on the CPU."""
+    pair = ptx(builder, "cvt.rn.bf16x2.f32 $0, $1, $2;", I32, high, low)
+    # The instruction gives 0x7fff for every NaN, the CPU 0x7fc0 and the sign.
     for value, shift, kept in ((low, 16, 0xFFFF0000), (high, 0, 0x0000FFFF)):
         bits = builder.and_(builder.bitcast(value, I32), ir.Constant(I32, 0x80000000))
         nan = builder.or_(bits, ir.Constant(I32, 0x7FC00000))
@@ -182,33 +174,17 @@ def _with_nans(builder: Any, pair: Any, low: Any, high: Any) -> Any:
     return pair
 
 
-def _any_nan(builder: Any, pairs: list[Any]) -> Any:
-    """Whether a half of the words is 0x7fff, which only NaN becomes."""
-    found = ir.Constant(I32, 0)
-    for pair in pairs:
-        magnitudes = builder.and_(pair, ir.Constant(I32, 0x7FFF7FFF))
-        carried = builder.add(magnitudes, ir.Constant(I32, 0x00010001))
-        found = builder.or_(found, carried)
-    found = builder.and_(found, ir.Constant(I32, 0x80008000))
-    return builder.icmp_unsigned("!=", found, ir.Constant(I32, 0))
-
-
 @intrinsic
 def store_bf16x8(typingctx, base, group, total):
     """Round each sum to nearest even and store the eight as one 16-byte group."""
 
     def codegen(context, builder, signature, args):
-        sums = [builder.extract_value(args[2], i) for i in range(8)]
-        halves = list(zip(sums[::2], sums[1::2]))
-        text = "cvt.rn.bf16x2.f32 $0, $1, $2;"
-        pairs = [ptx(builder, text, I32, high, low) for low, high in halves]
-        words = cgutils.alloca_once_value(builder, _packed(builder, pairs))
-        # NaN is rare, and eight times as many instructions as the conversion.
-        with builder.if_then(_any_nan(builder, pairs), likely=False):
-            pairs = [_with_nans(builder, p, *half) for p, half in zip(pairs, halves)]
-            builder.store(_packed(builder, pairs), words)
-        to = _group_pointer(builder, args[0], args[1])
-        builder.store(builder.load(words), to, align=16)
+        words = ir.Constant(_I32X4, ir.Undefined)
+        for i in range(4):
+            low, high = (builder.extract_value(args[2], 2 * i + j) for j in (0, 1))
+            pair = _bf16_pair(builder, low, high)
+            words = builder.insert_element(words, pair, ir.Constant(I32, i))
+        builder.store(words, _group_pointer(builder, args[0], args[1]), align=16)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, _SUMS), codegen
