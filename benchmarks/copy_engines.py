@@ -4,9 +4,9 @@
 
 Every rank has a GPU (rank r the r-th). All copy at once, in chunks, round a region of
 pinned memory that they share: out (GPU to the peer's region), in (own region to GPU),
-both. Medians of 10 rounds of 1 GB; GB/s of the slowest rank, each way. Last, a job of
-the size of DeepEP's BF16 dispatch, 58.7 MB each way from GPU to GPU: every chunk goes
-out with its counter, and in as soon as the counter has come.
+both. Medians of 10 rounds of 1 GB; GB/s of the slowest rank, each way. Last, jobs of
+the size of DeepEP's FP8 and BF16 dispatches, 30.2 and 58.5 MB each way from GPU to GPU:
+every chunk goes out with its counter, and in as soon as the counter has come.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from transport.cuda_driver import call, register, take_stream
 
-REGION, ROUND, JOB = 64 << 20, 1 << 30, 58_700_000
+REGION, ROUND = 64 << 20, 1 << 30
+JOBS = (30_200_000, 58_500_000)
 CHUNKS = (65_536, 118_784, 237_568, 475_136, 950_272, 1_900_544)
 ROUNDS = 10
 COUNTER_AT = REGION - 4096  # of a region, behind the job's bytes
@@ -80,12 +81,12 @@ class Engines:
             call(driver.cuStreamSynchronize, stream)
         return perf_counter() - began
 
-    def job(self, chunk: int) -> float:
+    def job(self, num_bytes: int, chunk: int) -> float:
         """Seconds from the first chunk out of this GPU to the last one into it."""
         self.jobs += 1
         self.comm.Barrier()
         began = perf_counter()
-        for i in range(JOB // chunk):
+        for i in range(num_bytes // chunk):
             at, value = i * chunk, (self.jobs << 20) + i
             self._copy(driver.cuMemcpyDtoHAsync, self.peer, self.source, at, chunk,
                        self.out, False)  # fmt: skip
@@ -114,7 +115,7 @@ def main() -> None:
     engines = Engines(comm)
     if comm.Get_rank() == 0:
         print(
-            "GB/s each way       out      in    both  both, with a counter a chunk; job"
+            "GB/s each way       out      in    both  both, a counter a chunk   jobs"
         )
     for chunk in CHUNKS:
         line = f"{chunk:>12} bytes"
@@ -123,9 +124,10 @@ def main() -> None:
             times = [engines.round(chunk, ways, flags) for _ in range(ROUNDS + 1)][1:]
             slowest = max(comm.allgather(statistics.median(times)))
             line += f"{ROUND // chunk * chunk / slowest / 1e9:8.1f}"
-        times = [engines.job(chunk) for _ in range(ROUNDS + 1)][1:]
-        slowest = max(comm.allgather(statistics.median(times)))
-        line += f"{JOB // chunk * chunk / slowest / 1e9:8.1f}"
+        for job in JOBS:
+            times = [engines.job(job, chunk) for _ in range(ROUNDS + 1)][1:]
+            slowest = max(comm.allgather(statistics.median(times)))
+            line += f"{job // chunk * chunk / slowest / 1e9:8.1f}"
         if comm.Get_rank() == 0:
             print(line, flush=True)
 

@@ -23,7 +23,17 @@ from numba_ep.kernels import events as words
 from numba_ep.perfetto import document, flows, tracks
 from transport import wr
 from transport.jit import JIT_DISABLED
-from transport.post_log import DONE, END, NUM_BYTES, OPCODE, START, VALUE, PostLog
+from transport.post_log import (
+    DONE,
+    END,
+    NUM_BYTES,
+    OPCODE,
+    START,
+    VALUE,
+    PostLog,
+    log_polled,
+    log_posted,
+)
 
 # 1: a block's only warp plays all its roles. 3: two that move rows and a coordinator.
 WARPS = (1, 3)
@@ -279,14 +289,14 @@ def test_completions_that_come_later() -> None:
     batch[:, wr.OPCODE] = wr.PUT, wr.COUNTER, wr.PUT
     batch[:, wr.NUM_BYTES] = 100, 7, 200  # a counter's is what the entry held before
     batch[:, wr.VALUE] = 5, 6, 7
-    log.posted(batch, start_ns=1)
-    log.polled(0)  # all done at once: nothing more to say
+    log_posted(log.log, batch, 1)
+    log_polled(log.log, 0)  # all done at once: nothing more to say
     assert log.newest()[:, NUM_BYTES].tolist() == [100, 0, 200]
     assert log.newest()[:, VALUE].tolist() == [5, 6, 7]
-    log.posted(batch, start_ns=1)
-    log.polled(2)
-    log.polled(2)
-    log.polled(0)
+    log_posted(log.log, batch, 1)
+    log_polled(log.log, 2)
+    log_polled(log.log, 2)
+    log_polled(log.log, 0)
     rows = log.newest()
     assert log.made == 8 and len(rows) == 4
     done = rows[rows[:, OPCODE] == DONE]

@@ -8,6 +8,8 @@ must wait for its queue never holds up the FIFO.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from transport import wr
@@ -21,9 +23,22 @@ def fifo_bytes(num_fifos: int, depth: int) -> int:
     return num_fifos * (depth * wr.ENTRY_BYTES + LINE_BYTES)
 
 
+class Entries(NamedTuple):
+    """FIFOs as compiled code sees them; arrays have an element a FIFO."""
+
+    base: int
+    freed: int
+    depth: int
+    taken: np.ndarray
+    # For `wait_any`: words that change when the next entry is committed.
+    words: np.ndarray
+    seen: np.ndarray
+
+
 @host.jit
-def _pop(base, freed, depth, taken, words, seen, batch):
+def pop(entries, batch):
     """Copy committed entries of all FIFOs to `batch`; returns how many."""
+    base, freed, depth, taken, words, seen = entries
     count = 0
     for fifo in range(taken.shape[0]):
         first = base + fifo * depth * wr.ENTRY_BYTES
@@ -65,10 +80,10 @@ class FifoReader:
     def __init__(self, address: int, num_fifos: int, depth: int) -> None:
         self.address, self.depth = address, depth
         self.freed_address = address + num_fifos * depth * wr.ENTRY_BYTES
-        self._taken = np.zeros(num_fifos, np.int64)
-        # For `wait_any`: a word that changes when the next entry is committed.
-        self.words = np.zeros(num_fifos, np.int64)
-        self.seen = np.zeros(num_fifos, np.int64)
+        taken, self.words, self.seen = np.zeros((3, num_fifos), np.int64)
+        self.entries = Entries(
+            address, self.freed_address, depth, taken, self.words, self.seen
+        )
         self.pop(np.empty((0, wr.NUM_FIELDS), np.int64))
 
     def is_empty(self) -> bool:
@@ -77,9 +92,4 @@ class FifoReader:
 
     def pop(self, batch: np.ndarray) -> int:
         """Fill `batch`, [n, NUM_FIELDS] int64, from the front; returns the count."""
-        return int(
-            _pop(
-                self.address, self.freed_address, self.depth,
-                self._taken, self.words, self.seen, batch,
-            )
-        )  # fmt: skip
+        return int(pop(self.entries, batch))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from transport import wr
+from transport.atomics import clock_ns
 from transport.jit import host
 
 # Words of a row; times are CLOCK_MONOTONIC's, in ns. The requests of one batch are
@@ -18,10 +18,31 @@ NUM_WORDS = 8
 DONE = 0
 
 
+# Words of Log.state.
+MADE, NEW, UNDER_WAY, LAST_POLL = range(4)
+
+
+class Log(NamedTuple):
+    """rows: [capacity, NUM_WORDS] int64; no rows: nobody records. state: [4] int64,
+    rows ever made, requests posted since the last poll, those that were under way then,
+    and when that was."""
+
+    rows: np.ndarray
+    state: np.ndarray
+
+
+NO_LOG = Log(np.empty((0, NUM_WORDS), np.int64), np.zeros(4, np.int64))
+
+
 @host.jit
-def _append(rows: Any, made: int, batch: Any, start: int, end: int) -> int:
+def log_posted(log: Any, batch: Any, start: int) -> None:
+    """`batch` has just been posted by a call that began at `start`."""
+    rows, state = log
+    if rows.shape[0] == 0:
+        return
+    end = clock_ns()
     for i in range(batch.shape[0]):
-        row = rows[made % rows.shape[0]]
+        row = rows[state[MADE] % rows.shape[0]]
         request = batch[i]
         row[START] = start
         row[END] = end
@@ -32,40 +53,45 @@ def _append(rows: Any, made: int, batch: Any, start: int, end: int) -> int:
         row[VALUE] = request[wr.VALUE]
         is_put = request[wr.OPCODE] == wr.PUT
         row[NUM_BYTES] = request[wr.NUM_BYTES] if is_put else 0
-        made += 1
-    return made
+        state[MADE] += 1
+        state[NEW] += 1
+
+
+@host.jit
+def log_polled(log: Any, under_way: int) -> None:
+    """The transport has just said how many requests are under way."""
+    rows, state = log
+    if rows.shape[0] == 0:
+        return
+    done = state[UNDER_WAY] + state[NEW] - under_way
+    if state[UNDER_WAY] > 0 or under_way > 0:
+        now = clock_ns()
+        # What has ended with its post, as a copy by the CPU does, needs no row more.
+        if done > 0:
+            row = rows[state[MADE] % rows.shape[0]]
+            row[:] = -1
+            row[START], row[END], row[OPCODE] = state[LAST_POLL], now, DONE
+            row[COUNTER_AT], row[VALUE], row[NUM_BYTES] = 0, 0, done
+            state[MADE] += 1
+        state[LAST_POLL] = now
+    state[UNDER_WAY], state[NEW] = under_way, 0
 
 
 class PostLog:
-    """Filled by the proxy's thread alone. rows: [capacity, NUM_WORDS] int64."""
+    """Filled by the proxy's thread alone; the newest `capacity` rows stay."""
 
     def __init__(self, capacity: int) -> None:
         # Not np.zeros, whose pages come when they are first touched.
-        self.rows = np.full((capacity, NUM_WORDS), 0, np.int64)
-        self.made = _append(self.rows, 0, np.empty((0, wr.NUM_FIELDS), np.int64), 0, 0)
-        self._new = 0  # posted since the last poll
-        self._under_way = 0  # at the last poll, and when that was
-        self._last_poll_ns = 0
+        self.log = Log(np.full((capacity, NUM_WORDS), 0, np.int64), np.zeros(4, np.int64))
+        log_posted(self.log, np.empty((0, wr.NUM_FIELDS), np.int64), 0)
 
-    def posted(self, batch: np.ndarray, start_ns: int) -> None:
-        """`batch` has just been posted by a call that began at `start_ns`."""
-        end_ns = time.monotonic_ns()
-        self.made = _append(self.rows, self.made, batch, start_ns, end_ns)
-        self._new += len(batch)
-
-    def polled(self, under_way: int) -> None:
-        """The transport has just said how many requests are under way."""
-        done = self._under_way + self._new - under_way
-        # What has ended with its post, as a copy by the CPU does, needs no row more.
-        if done > 0 and (self._under_way or under_way):
-            row = [self._last_poll_ns, time.monotonic_ns(), DONE, -1, -1, 0, 0, done]
-            self.rows[self.made % len(self.rows)] = row
-            self.made += 1
-        if self._under_way or under_way:
-            self._last_poll_ns = time.monotonic_ns()
-        self._under_way, self._new = under_way, 0
+    @property
+    def made(self) -> int:
+        """Rows ever made."""
+        return int(self.log.state[MADE])
 
     def newest(self) -> np.ndarray:
         """A copy of the rows that are still here, oldest first."""
-        kept = min(self.made, len(self.rows))
-        return self.rows[np.arange(self.made - kept, self.made) % len(self.rows)]
+        rows, made = self.log.rows, self.made
+        kept = min(made, len(rows))
+        return np.asarray(rows[np.arange(made - kept, made) % len(rows)])

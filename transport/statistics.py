@@ -23,12 +23,17 @@ class Statistics:
     idle_waits: int = 0
 
 
+# Words of what is counted while posting.
+PUTS, PUT_BYTES, COUNTER_WRITES, POSTS, IDLE_WAITS = range(5)
+NUM_COUNTS = 5
+
+
 @host.jit
 def count(batch: Any, counts: Any) -> None:
     """Add what `batch` posts to puts, bytes put and counters written alone."""
     for i in range(batch.shape[0]):
         if batch[i, wr.OPCODE] == wr.PUT:
-            counts[0] += 1
-            counts[1] += batch[i, wr.NUM_BYTES]
+            counts[PUTS] += 1
+            counts[PUT_BYTES] += batch[i, wr.NUM_BYTES]
         else:
-            counts[2] += 1
+            counts[COUNTER_WRITES] += 1
