@@ -133,12 +133,12 @@ class _Recorder:
     def start(self) -> None:
         """Kernels and proxy record from their next step on."""
         self._set(self.memory.address, self.records)
-        self.endpoint.proxy.log = self.log
+        self.endpoint.proxy.record(self.log)
 
     def pause(self) -> None:
         """They do not any more, until the next `start`."""
         self._set(0, 0)
-        self.endpoint.proxy.log = None
+        self.endpoint.proxy.record(None)
 
     def stop(self) -> tuple[np.ndarray, int]:
         """`pause`; this rank's events by its own clocks, and how many are lost."""

@@ -27,10 +27,10 @@ transport.wr transport.jit
 transport.atomics_jit transport.atomics_python
 transport.atomics
 transport.base transport.process transport.statistics
-transport.cuda_driver transport.cuda_call
-transport.verbs_device transport.verbs_queue transport.post_log
+transport.cuda_driver transport.cuda_call transport.fifo transport.post_log
+transport.verbs_device transport.verbs_queue transport.service
 transport.verbs_resources transport.verbs_cuda
-transport.fifo transport.shm transport.verbs
+transport.shm transport.verbs
 transport.shm_cuda
 transport.proxy
 transport

@@ -26,6 +26,7 @@ from transport.jit import JIT_DISABLED
 from transport.post_log import (
     DONE,
     END,
+    NO_LOG,
     NUM_BYTES,
     OPCODE,
     START,
@@ -237,7 +238,7 @@ def test_off_again_and_on_again() -> None:
         before = endpoint.trace_memory[0].host.copy()
         check_round(buffer, WORLD)
         assert (endpoint.trace_memory[0].host == before).all()
-        assert endpoint.proxy.log is None and endpoint.comm.trace == 0
+        assert endpoint.proxy._log is NO_LOG and endpoint.comm.trace == 0
         with trace.record(buffer, 64) as nothing:
             pass
         assert len(nothing.events) == 0 and nothing.lost == [0, 0, 0]

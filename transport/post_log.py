@@ -82,7 +82,8 @@ class PostLog:
 
     def __init__(self, capacity: int) -> None:
         # Not np.zeros, whose pages come when they are first touched.
-        self.log = Log(np.full((capacity, NUM_WORDS), 0, np.int64), np.zeros(4, np.int64))
+        rows = np.full((capacity, NUM_WORDS), 0, np.int64)
+        self.log = Log(rows, np.zeros(4, np.int64))
         log_posted(self.log, np.empty((0, wr.NUM_FIELDS), np.int64), 0)
 
     @property

@@ -6,7 +6,8 @@
 A request that its queue refuses is parked in a list of that queue alone: other queues
 go on (a combine deadlocks otherwise), and order within the queue stays. The proxy runs
 until `stop`, also after an abort, because its peers may still need to be told. It makes
-no MPI call, ever.
+no MPI call, ever. Where the transport's `serve` does these steps in compiled code
+(service.py), they are left to it as long as nothing is parked.
 """
 
 from __future__ import annotations
@@ -14,27 +15,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from transport import wr
+from transport import service, wr
 from transport.atomics import read_word, ring, swap_word, wait_any
 from transport.base import Transport, TransportError
 from transport.fifo import FifoReader
-from transport.post_log import PostLog
-from transport.statistics import Statistics, count
+from transport.post_log import NO_LOG, PostLog, log_polled, log_posted
+from transport.service import REFUSED, UNTIL, WORKING
+from transport.statistics import IDLE_WAITS, POSTS, Statistics, count, with_counts
 
-BATCH = 64
 LIVENESS_S = 0.25
 # A peer that has ended may have finished the operation that this rank is still in, and
 # all it posted is here: only who still waits after this time waits in vain.
 GRACE_S = 0.5
-IDLE_NS = 20_000_000
-# How long to leave the lock and the core to others before the next look at completions.
-PENDING_NS = 50_000
-WATCH_S = 0.001  # how often to look at abort words while there is work
+WATCH_S = 1e-9 * service.WATCH_NS
 LAST_WORDS_S = 0.5
 DRAIN_POLL_S = 20e-6
 
@@ -68,7 +65,7 @@ class Proxy:
         self.rank, self._transport, self._fifo = rank, transport, fifo
         self._abort, self._bell = abort, bell
         self._peers = [p for p in range(len(abort.from_peers)) if p != rank]
-        self._batch = np.empty((BATCH, wr.NUM_FIELDS), np.int64)
+        self._serve = getattr(transport, "serve", None)
         self._parked: dict[tuple[int, int], deque[np.ndarray]] = {}
         self._direct: deque[np.ndarray] = deque()
         self._stopped = False
@@ -78,19 +75,19 @@ class Proxy:
         self._words = np.concatenate(
             [fifo.words, transport.words, abort.from_peers, np.array(own_words)]
         )
-        self._seen = np.zeros_like(self._words)
-        self._first_abort = len(fifo.words) + len(transport.words)
+        self._first_own = len(fifo.words) + len(transport.words)
+        self._work = service.make_work(self._words, self._first_own, bell)
+        self._batch, self._seen = self._work.batch, self._work.seen
+        self._state, self._counts = self._work.state, self._work.counts
         self._statistics = Statistics()
-        self._counts = np.zeros(3, np.int64)  # puts, put_bytes, counter_writes
         self._untold = set(self._peers)
         self._next_watch = 0.0
         self._gone: tuple[float, int] | None = None  # when to give up, abort word
         self._watched = set(self._peers)
         self._next_liveness = time.monotonic() + LIVENESS_S
         self._last_poke = 0
-        self._working = False
+        self._log = NO_LOG
         self.error: BaseException | None = None
-        self.log: PostLog | None = None  # set from outside, where somebody records
         self._thread = threading.Thread(
             target=self._run, name=f"numba_ep proxy {rank}", daemon=True
         )
@@ -132,11 +129,20 @@ class Proxy:
 
     def statistics(self) -> Statistics:
         """A copy of the counts, for people and tests."""
-        puts, put_bytes, counter_writes = self._counts.tolist()
-        return replace(
-            self._statistics,
-            puts=puts, put_bytes=put_bytes, counter_writes=counter_writes,
-        )  # fmt: skip
+        return with_counts(self._statistics, self._counts)
+
+    def record(self, log: PostLog | None) -> None:
+        """Log what is posted from here on in `log`, or nothing."""
+        self._log = NO_LOG if log is None else log.log
+        self._poke()
+        deadline = time.monotonic() + LAST_WORDS_S
+        while self._work.log is not self._log and time.monotonic() < deadline:
+            time.sleep(DRAIN_POLL_S)
+
+    @property
+    def _working(self) -> bool:
+        """Whether requests are in the hands of a step, or under way."""
+        return bool(self._state[WORKING])
 
     def _poke(self) -> None:
         """Have the thread look again, whether it polls or sleeps."""
@@ -169,7 +175,12 @@ class Proxy:
     def _step(self) -> None:
         # Read before anything is looked at: a later poke then ends the wait.
         self._last_poke = self._pokes[0]
-        self._working = True
+        if self._work.log is not self._log:
+            self._work = self._work._replace(log=self._log)
+        if self._serve and not (self._parked or self._direct or self.error):
+            self._leave_to_transport(self._serve)
+            return
+        self._state[WORKING] = 1
         popped = self._fifo.pop(self._batch)
         if popped:
             self._post(self._batch[:popped])
@@ -181,16 +192,27 @@ class Proxy:
         if self._parked:
             self._retry()
         pending = self._transport.poll()
-        if (log := self.log) is not None:
-            log.polled(pending)
-        self._working = bool(self._parked or pending)
+        log_polled(self._log, pending)
+        self._state[WORKING] = bool(self._parked or pending)
         if popped or direct or self._working:
             if time.monotonic() > self._next_watch:
                 self._watch()
             if not (popped or direct):
-                self._wait(PENDING_NS, 0)
+                self._wait(service.PENDING_NS, 0)
         else:
             self._idle()
+
+    def _leave_to_transport(self, serve: Any) -> None:
+        """Turns of compiled code, until one needs what is here."""
+        self._seen[-1] = self._last_poke
+        self._state[REFUSED] = 0
+        self._state[UNTIL] = time.monotonic_ns() + service.WATCH_NS
+        serve(self._fifo.entries, self._work)
+        refused = self._work.refused[: self._state[REFUSED]].tolist()
+        for position in refused:
+            self._park(self._batch[position])
+        self._statistics.refused += len(refused)
+        self._watch()
 
     def _watch(self) -> None:
         """Also while there is work: the queue to a peer that hangs stays full."""
@@ -214,17 +236,15 @@ class Proxy:
             self._offer(batch)
 
     def _offer(self, batch: np.ndarray) -> None:
-        log = self.log
-        start_ns = 0 if log is None else time.monotonic_ns()
+        start_ns = time.monotonic_ns()
         refused = self._transport.post(batch)
         if len(refused):
             for position in refused:
                 self._park(batch[position])
             self._statistics.refused += len(refused)
             batch = np.delete(batch, refused, axis=0)
-        if log is not None:
-            log.posted(batch, start_ns)
-        self._statistics.posts += 1
+        log_posted(self._log, batch, start_ns)
+        self._counts[POSTS] += 1
         count(batch, self._counts)
 
     def _park(self, entry: np.ndarray) -> None:
@@ -249,10 +269,10 @@ class Proxy:
                 self._offer(np.stack(list(line)))
 
     def _idle(self) -> None:
-        self._statistics.idle_waits += 1
+        self._counts[IDLE_WAITS] += 1
         if self._gone is not None or time.monotonic() > self._next_liveness:
             self._watch()
-        if self._wait(IDLE_NS, self._bell) >= self._first_abort:
+        if self._wait(service.IDLE_NS, self._bell) >= self._first_own:
             self._watch()
 
     def _wait(self, timeout_ns: int, bell: int) -> int:
@@ -260,12 +280,12 @@ class Proxy:
         fifos = len(self._fifo.words)
         self._words[:fifos] = self._fifo.words
         self._seen[:fifos] = self._fifo.seen
-        self._seen[fifos : self._first_abort] = self._transport.seen
+        self._seen[fifos : self._first_own] = self._transport.seen
         self._seen[-1] = self._last_poke
         return int(wait_any(self._words, self._seen, timeout_ns, bell))
 
     def _watch_aborts(self) -> None:
-        for i in range(self._first_abort, len(self._words) - 2):
+        for i in range(self._first_own, len(self._words) - 2):
             value = read_word(int(self._words[i]))
             if value != self._seen[i]:
                 self._seen[i] = value

@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from transport import wr
 from transport.atomics import clock_ns, ring_bell, wait_any
 from transport.fifo import Entries, pop
 from transport.jit import host
-from transport.post_log import Log, log_polled, log_posted
-from transport.statistics import IDLE_WAITS, POSTS, count
+from transport.post_log import NO_LOG, Log, log_polled, log_posted
+from transport.statistics import IDLE_WAITS, NUM_COUNTS, POSTS, count
 
+BATCH = 64
 IDLE_NS = 20_000_000
 WATCH_NS = 1_000_000  # how often Python looks at the peers while there is work
 # How long to leave the core to others before the next look at completions.
@@ -51,6 +53,17 @@ class Work(NamedTuple):
     counts: np.ndarray
     state: np.ndarray
     log: Log
+
+
+def make_work(words: np.ndarray, first_own: int, bell: int) -> Work:
+    """For a proxy that waits for `words`, its own from `first_own` on."""
+    batch = np.empty((BATCH, wr.NUM_FIELDS), np.int64)
+    state = np.zeros(STATE_WORDS, np.int64)
+    state[FIRST_OWN], state[BELL] = first_own, bell
+    return Work(
+        batch, np.empty(BATCH, np.int64), words, np.zeros_like(words),
+        np.zeros(NUM_COUNTS, np.int64), state, NO_LOG,
+    )  # fmt: skip
 
 
 @host.jit

@@ -24,14 +24,17 @@ import numpy as np
 from transport import wr
 from transport.atomics import (
     BELL_BYTES,
+    clock_ns,
     copy_bytes,
     ring_bell,
     store_release,
     stream_fence,
 )
 from transport.base import NO_WORDS, MemoryRegion, TransportError
+from transport.fifo import Entries
 from transport.jit import host
 from transport.process import Process, own_process
+from transport.service import Work, goes_on, posted, take
 
 FOLDER = Path("/dev/shm")
 PREFIX = "numba_ep-"
@@ -69,6 +72,19 @@ def _post(batch, peers, bells, send, written):
         if written[peer]:
             written[peer] = 0
             ring_bell(bells[peer])
+
+
+@host.jit
+def _serve(entries, work, peers, bells, send, written):
+    """Turns of the proxy's work, see service.py."""
+    going = True
+    while going:
+        popped = take(entries, work)
+        if popped > 0:
+            since = clock_ns()
+            _post(work.batch[:popped], peers, bells, send, written)
+            posted(work, popped, 0, since)
+        going = goes_on(entries, work, popped, 0)
 
 
 class SharedMemoryTransport:
@@ -136,6 +152,12 @@ class SharedMemoryTransport:
         """Carry out all writes; a CPU copy has no queue that could be full."""
         _post(batch, self._peers, self._bells, self.send.address, self._written)
         return NONE_REFUSED
+
+    def serve(self, entries: Entries, work: Work) -> None:
+        """Post what is in the FIFOs, until the proxy is needed (service.py)."""
+        _serve(
+            entries, work, self._peers, self._bells, self.send.address, self._written
+        )
 
     def poll(self) -> int:
         """Writes are complete when `post` returns."""

@@ -18,13 +18,13 @@ not wait for puts: the CPU writes them at once, and they stay in pinned memory.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cuda.bindings import driver
 
 from transport import wr
-from transport.atomics import load_acquire, store_release
+from transport.atomics import clock_ns, load_acquire, store_release
 from transport.base import MemoryRegion
 from transport.cuda_call import call_driver, entry_point
 from transport.cuda_driver import (
@@ -36,7 +36,9 @@ from transport.cuda_driver import (
     take_stream,
     unregister,
 )
+from transport.fifo import Entries
 from transport.jit import host
+from transport.service import Work, goes_on, posted, take
 from transport.shm import SharedMemoryTransport
 from transport.wr import LINE_BYTES
 
@@ -55,13 +57,33 @@ NOTE_BYTES = 32
 BOX_BYTES = NOTES + DEPTH * NOTE_BYTES
 
 
-@host.jit
-def _post(batch, streams, boxes, posted, peers, send, copy, write, refused):
-    """Start the writes of `batch`: (how many of `refused` are filled, CUresult).
+class Ends(NamedTuple):
+    """One rank's end as compiled code sees it; arrays are by peer and stream.
 
-    streams: [STREAMS]. boxes (addresses for the CPU, for the GPU), posted: by peer and
-    stream.
+    out, into: the streams, [STREAMS]. boxes: at the peers, their addresses for the CPU
+    and for the GPU. own_boxes: those that peers write. done: requests posted to each
+    peer, copies of each peer sent on. peers: where the CPU finds their receive regions.
+    copy_out, copy_in, write: functions of the driver.
     """
+
+    out: np.ndarray
+    into: np.ndarray
+    boxes: np.ndarray
+    own_boxes: np.ndarray
+    done: np.ndarray
+    peers: np.ndarray
+    receive: int
+    landing: int
+    send: int
+    copy_out: int
+    copy_in: int
+    write: int
+
+
+@host.jit
+def _post(batch, ends, refused):
+    """Start the writes of `batch`: (how many of `refused` are filled, CUresult)."""
+    boxes, peers, done = ends.boxes, ends.peers, ends.done[0]
     count = 0
     for i in range(batch.shape[0]):
         peer = batch[i, wr.PEER]
@@ -77,39 +99,40 @@ def _post(batch, streams, boxes, posted, peers, send, copy, write, refused):
             earlier = batch[refused[j]]
             same = earlier[wr.QUEUE] % STREAMS == k
             is_behind = is_behind or (earlier[wr.PEER] == peer and same)
-        if is_behind or posted[peer, k] - load_acquire(box + TAKEN, 0) >= DEPTH:
+        if is_behind or done[peer, k] - load_acquire(box + TAKEN, 0) >= DEPTH:
             refused[count] = i
             count += 1
             continue
         at, num_bytes = batch[i, wr.DESTINATION], batch[i, wr.NUM_BYTES]
-        note = box + NOTES + posted[peer, k] % DEPTH * NOTE_BYTES
+        note = box + NOTES + done[peer, k] % DEPTH * NOTE_BYTES
         store_release(note, AT, at)
         store_release(note, NUM_BYTES, num_bytes)
         store_release(note, COUNTER_AT, batch[i, wr.COUNTER_AT])
         store_release(note, VALUE, batch[i, wr.VALUE])
-        posted[peer, k] += 1
-        stream, status = streams[k], 0
+        done[peer, k] += 1
+        stream, status = ends.out[k], 0
         if num_bytes > 0:
-            source = send + batch[i, wr.SOURCE]
-            status = call_driver(copy, peers[peer] + at, source, num_bytes, stream)
+            to, source = peers[peer] + at, ends.send + batch[i, wr.SOURCE]
+            status = call_driver(ends.copy_out, to, source, num_bytes, stream)
         if status == 0:
             # Written once the copy before it is complete and visible.
             arrived = boxes[1, peer, k] + ARRIVED
-            status = call_driver(write, stream, arrived, posted[peer, k], 0)
+            status = call_driver(ends.write, stream, arrived, done[peer, k], 0)
         if status != 0:
             return count, status
     return count, 0
 
 
 @host.jit
-def _take(streams, boxes, taken, seen, receive, landing, copy, write):
+def _take(ends, seen):
     """Send on whatever has arrived; the CUresult.
 
     seen: what was counted as arrived, [peers x streams].
     """
+    boxes, taken, landing = ends.own_boxes, ends.done[1], ends.landing
     for peer in range(boxes.shape[0]):
         for k in range(STREAMS if boxes[peer, 0] != 0 else 0):
-            box, stream = boxes[peer, k], streams[k]
+            box, stream = boxes[peer, k], ends.into[k]
             # Acquire: the note was written before the copy was started.
             arrived = load_acquire(box + ARRIVED, 0)
             seen[peer * STREAMS + k] = arrived
@@ -118,13 +141,12 @@ def _take(streams, boxes, taken, seen, receive, landing, copy, write):
                 at, num_bytes = load_acquire(note, AT), load_acquire(note, NUM_BYTES)
                 status = 0
                 if num_bytes > 0:
-                    status = call_driver(
-                        copy, landing + at, receive + at, num_bytes, stream
-                    )
+                    to, source = landing + at, ends.receive + at
+                    status = call_driver(ends.copy_in, to, source, num_bytes, stream)
                 if status == 0:
                     counter = landing + load_acquire(note, COUNTER_AT)
                     value = load_acquire(note, VALUE)
-                    status = call_driver(write, stream, counter, value, 0)
+                    status = call_driver(ends.write, stream, counter, value, 0)
                 if status != 0:
                     return status
                 taken[peer, k] += 1
@@ -134,15 +156,36 @@ def _take(streams, boxes, taken, seen, receive, landing, copy, write):
 
 
 @host.jit
-def _count_under_way(boxes, posted):
+def _count_under_way(ends):
     """Streams to peers whose copies have not all arrived."""
-    count = 0
+    count, boxes, posted = 0, ends.boxes, ends.done[0]
     for peer in range(posted.shape[0]):
         for k in range(posted.shape[1]):
             if posted[peer, k] > 0:
                 arrived = load_acquire(boxes[0, peer, k] + ARRIVED, 0)
                 count += arrived < posted[peer, k]
     return count
+
+
+@host.jit
+def _serve(entries, work, ends):
+    """Turns of the proxy's work, see service.py; the CUresult."""
+    first = entries.words.shape[0]
+    seen = work.seen[first : first + ends.own_boxes.size]
+    going = True
+    while going:
+        popped = take(entries, work)
+        status = 0
+        if popped > 0:
+            since = clock_ns()
+            num_refused, status = _post(work.batch[:popped], ends, work.refused)
+            posted(work, popped, num_refused, since)
+        if status == 0:
+            status = _take(ends, seen)
+        if status != 0:
+            return status
+        going = goes_on(entries, work, popped, _count_under_way(ends))
+    return 0
 
 
 _lock = threading.Lock()
@@ -180,16 +223,15 @@ class CopyEngineTransport(SharedMemoryTransport):
             MemoryRegion(allocate_zeroed(num_bytes), num_bytes, on_gpu=True)
             for num_bytes in (send_bytes, receive_bytes)
         )
-        self._copy_out = entry_point("cuMemcpyDtoHAsync_v2")
-        self._copy_in = entry_point("cuMemcpyHtoDAsync_v2")
-        self._write = entry_point("cuStreamWriteValue64_v2")
-        self._out, self._in = _streams_of(self._context)
+        out, into = _streams_of(self._context)
         shape = num_ranks, STREAMS
-        # By peer and stream: what was done, the mailboxes there (for the CPU, for the
-        # GPU) and the mailboxes here.
-        self._posted, self._taken = np.zeros((2, *shape), np.int64)
-        self._there = np.zeros((2, *shape), np.int64)
-        self._here = np.zeros(shape, np.int64)
+        self._ends = Ends(
+            out, into, np.zeros((2, *shape), np.int64), np.zeros(shape, np.int64),
+            np.zeros((2, *shape), np.int64), self._peers, self.receive.address,
+            self.landing.address, self.send.address,
+            entry_point("cuMemcpyDtoHAsync_v2"), entry_point("cuMemcpyHtoDAsync_v2"),
+            entry_point("cuStreamWriteValue64_v2"),
+        )  # fmt: skip
         # Where peers count what has come; in the own rank's mailboxes nobody does.
         boxes = np.arange(num_ranks * STREAMS) * BOX_BYTES
         self.words = self.receive.address + self._boxes_at + boxes + ARRIVED
@@ -222,11 +264,12 @@ class CopyEngineTransport(SharedMemoryTransport):
             for k in range(STREAMS):
                 own = (peer * STREAMS + k) * BOX_BYTES
                 theirs = (self.rank * STREAMS + k) * BOX_BYTES
-                self._here[peer, k] = self.receive.address + self._boxes_at + own
-                self._there[0, peer, k] = place[0] + self._boxes_at + theirs
-                self._there[1, peer, k] = gpu + self._boxes_at + theirs
-                note = int(self._there[0, peer, k]) + NOTES
-                self._use_once(int(self._out[k]), int(self._in[k]), note)
+                ends = self._ends
+                ends.own_boxes[peer, k] = self.receive.address + self._boxes_at + own
+                ends.boxes[:, peer, k] = place[0], gpu
+                ends.boxes[:, peer, k] += self._boxes_at + theirs
+                note = int(ends.boxes[0, peer, k]) + NOTES
+                self._use_once(int(ends.out[k]), int(ends.into[k]), note)
 
     def _use_once(self, out: int, into: int, pinned: int) -> None:
         """The driver might not make what a stream needs while a kernel waits for it."""
@@ -241,30 +284,31 @@ class CopyEngineTransport(SharedMemoryTransport):
         """Hand all writes to the streams, as far as there is room for their notes."""
         self._enter_once()
         refused = np.empty(len(batch), np.int64)
-        count, status = _post(
-            batch, self._out, self._there, self._posted, self._peers,
-            self.send.address, self._copy_out, self._write, refused,
-        )  # fmt: skip
+        count, status = _post(batch, self._ends, refused)
         if status:
             raise error_of("a copy out of the GPU", status)
         return refused[:count]
 
+    def serve(self, entries: Entries, work: Work) -> None:
+        """Post what is in the FIFOs, until the proxy is needed (service.py)."""
+        self._enter_once()
+        status = _serve(entries, work, self._ends)
+        if status:
+            raise error_of("a copy out of or into the GPU", status)
+
     def poll(self) -> int:
         """Send on what has arrived. Returns the streams that still have to arrive."""
         self._enter_once()
-        status = _take(
-            self._in, self._here, self._taken, self.seen, self.receive.address,
-            self.landing.address, self._copy_in, self._write,
-        )  # fmt: skip
+        status = _take(self._ends, self.seen)
         if status:
             raise error_of("a copy into the GPU", status)
-        return int(_count_under_way(self._there, self._posted))
+        return int(_count_under_way(self._ends))
 
     def close(self, keep_memory: bool = False) -> None:
         """Free everything; with `keep_memory` what copies may still touch stays."""
         if self.landing.num_bytes and not keep_memory:
             self._enter()
-            for stream in (*self._out.tolist(), *self._in.tolist()):
+            for stream in (*self._ends.out.tolist(), *self._ends.into.tolist()):
                 call(driver.cuStreamSynchronize, stream)
             for place in self._pinned:
                 unregister(*place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transport import wr
@@ -21,6 +21,12 @@ class Statistics:
     replaced_counters: int = 0
     most_parked: int = 0
     idle_waits: int = 0
+
+
+def with_counts(statistics: Statistics, counts: Any) -> Statistics:
+    """A copy of `statistics` with what was counted while posting."""
+    names = ("puts", "put_bytes", "counter_writes", "posts", "idle_waits")
+    return replace(statistics, **dict(zip(names, counts.tolist())))
 
 
 # Words of what is counted while posting.
