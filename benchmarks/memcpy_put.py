@@ -42,7 +42,7 @@ from meeting_points import sleeping_barrier
 
 import transport
 from transport import wr
-from transport.proxy import BATCH
+from transport.service import BATCH
 
 CHUNK_SIZES_BYTES = (64 << 10, 118_784, 475_136, 1 << 20)
 NUM_WARMUP_ROUNDS = 2

@@ -25,8 +25,9 @@ import fake_pyverbs
 
 import transport
 from transport import wr
+from transport.base import AbortWords
 from transport.fifo import FifoReader, fifo_bytes
-from transport.proxy import AbortWords, Proxy
+from transport.proxy import Proxy
 
 QUEUES, DEPTH, CHUNK = 24, 64, 118_784
 ROUNDS, REPEATS = 400, 7

@@ -35,8 +35,9 @@ from numba_ep.meeting import Settings, agree, all_or_none, compile_kernels
 from numba_ep.results import Results
 from transport import wr
 from transport.atomics import BELL_BYTES, read_word
+from transport.base import AbortWords
 from transport.fifo import FifoReader, fifo_bytes
-from transport.proxy import AbortWords, Proxy
+from transport.proxy import Proxy
 
 FIFO_DEPTH = 64
 WORD = 8
@@ -135,10 +136,9 @@ class Endpoint:
             # On a GPU the counters of traffic with oneself lie in its own memory.
             self._own = runtime.allocate(offsets["row counters"])
             own = self._own.address
-        self._fifo = FifoReader(
-            self._fifo_memory.host_address, self.settings.max_channels, FIFO_DEPTH
-        )
-        entries = self.settings.max_channels * FIFO_DEPTH * wr.ENTRY_BYTES
+        channels, fifo = self.settings.max_channels, self._fifo_memory.host_address
+        self._fifo = FifoReader(fifo, channels, FIFO_DEPTH)
+        entries = channels * FIFO_DEPTH * wr.ENTRY_BYTES
         pairs = self.num_ranks * self.settings.max_channels
         return Comm(
             rank=self.rank,

@@ -26,6 +26,7 @@ from numba_ep import reference as ref
 from numba_ep.spawn import spawn
 from transport import wr
 from transport.base import NO_WORDS, MemoryRegion
+from transport.service import goes_on, posted, take
 
 LIMIT_S = 30.0
 NONE = np.empty(0, np.int64)
@@ -194,6 +195,20 @@ class FakeTransport:
         """What was posted on one queue, in order."""
         with self.lock:
             return [r for r in self.posted if (r.peer, r.queue) == key]
+
+
+class ServingTransport(FakeTransport):
+    """The same for a proxy that leaves its turns to the transport."""
+
+    def serve(self, entries: Any, work: Any) -> None:
+        going = True
+        while going:
+            popped = take(entries, work)
+            refused = self.post(work.batch[:popped]) if popped else NONE
+            work.refused[: len(refused)] = refused
+            if popped:
+                posted(work, popped, len(refused), 0)
+            going = goes_on(entries, work, popped, self.poll())
 
 
 class Wrapping:

@@ -114,8 +114,8 @@ SENDER = [
     Mutant(
         "a sender packs one row beyond its credit",
         KERNELS + "sender.py",
-        "while position < min(count, credit, chunk_end):",
-        "while position < min(count, credit + 1, chunk_end):",
+        "stop = min(count, credit, chunk_end)",
+        "stop = min(count, credit + 1, chunk_end)",
     ),
     Mutant(
         "a chunk is published before all its rows are packed",
@@ -356,6 +356,19 @@ TRANSPORT = [
         "        for peer in list(self._untold) if value else []:\n",
         "        for peer in []:\n",
         ("tests/test_fifo_proxy.py -k abort",),
+    ),
+    Mutant(
+        "a request that compiled turns could not post is forgotten",
+        "transport/proxy.py",
+        "        for position in refused:\n            self._park(self._batch[",
+        "        for position in refused[1:]:\n            self._park(self._batch[",
+        ("tests/test_fifo_proxy.py -k "full_queue"",),
+    ),
+    Mutant(
+        "warps may see rows before their coordinator has",
+        KERNELS + "receiver.py",
+        "arrived_word(comm, src_rank))\n    return max(seen, warp_broadcast(tail))",
+        "arrived_word(comm, src_rank))\n    return max(seen, warp_broadcast(tail + 1))",
     ),
     Mutant(
         "drained means that the FIFO is empty",

@@ -16,6 +16,7 @@ from faulty import (
     Case,
     DelayedTransport,
     FakeTransport,
+    ServingTransport,
     Wrapped,
     Wrapping,
     answer,
@@ -32,8 +33,9 @@ from numba_ep import BufferAborted, Config, PeerTimeout, device
 from numba_ep.slot import slot_bytes
 from transport import TransportError, wr
 from transport.atomics import read_word, ring, wait_any, write_word
+from transport.base import AbortWords
 from transport.fifo import FifoReader, fifo_bytes
-from transport.proxy import AbortWords, Proxy
+from transport.proxy import Proxy
 from transport.statistics import Statistics
 
 if device.wanted_target() == "cuda":
@@ -275,8 +277,8 @@ def test_the_host_can_sleep_until_the_next_commit(made: list[KernelFifo]) -> Non
 class Rig:
     """A proxy of rank 0 with its FIFOs, abort words and a FakeTransport."""
 
-    def __init__(self, num_ranks: int = 4, num_fifos: int = 3) -> None:
-        self.transport = FakeTransport(num_ranks)
+    def __init__(self, kind: Any, num_ranks: int = 4, num_fifos: int = 3) -> None:
+        self.transport = kind(num_ranks)
         self._memory = np.zeros(fifo_bytes(num_fifos, DEPTH) // 8 + 16, np.int64)
         self.reader = FifoReader(self._memory.ctypes.data, num_fifos, DEPTH)
         self._pushed = [0] * num_fifos
@@ -318,9 +320,9 @@ class Rig:
         return {r.peer: wr.abort_parts(r.value) for r in posted}
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+@pytest.fixture(params=[FakeTransport, ServingTransport])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(request.param)
     rig.proxy.start()
     yield rig
     rig.transport.pending = 0

@@ -37,7 +37,7 @@ transport
 
 numba_ep.slot numba_ep.handle numba_ep.reference numba_ep.arrays
 numba_ep.config
-numba_ep.device.memory numba_ep.device.memory_ir
+numba_ep.device.memory numba_ep.device.memory_ir numba_ep.device.cores
 numba_ep.device.pool numba_ep.device.cuda_ir numba_ep.device.cpu_rows
 numba_ep.device.cuda_lanes numba_ep.device.cuda_rows numba_ep.device.cuda_runtime
 numba_ep.device.cpu numba_ep.device.python numba_ep.device.cuda
@@ -46,7 +46,7 @@ numba_ep.kernels.records
 numba_ep.bounce numba_ep.errors numba_ep.kernels.events
 numba_ep.kernels.tracing numba_ep.perfetto
 numba_ep.kernels.waiting numba_ep.trace_plot
-numba_ep.kernels.fifo
+numba_ep.kernels.fifo numba_ep.kernels.row_copy
 numba_ep.kernels.channel
 numba_ep.kernels.sender numba_ep.kernels.rows
 numba_ep.kernels.receiver numba_ep.kernels.verdict

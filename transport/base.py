@@ -46,8 +46,24 @@ class TransportError(RuntimeError):
         self.peer = peer
 
 
+class AbortWords(NamedTuple):
+    """Where the words are that end a Buffer.
+
+    local: address of the word that this rank's kernels check.
+    from_peers: address of the word that each peer writes, [num_ranks] int64.
+    at_peers: offset in every peer's receive region of the word for this rank.
+    farewells: address of the word in which each peer says farewell, [num_ranks] int64.
+    """
+
+    local: int
+    from_peers: np.ndarray
+    at_peers: int
+    farewells: np.ndarray
+
+
 class Transport(Protocol):
     """One rank's end of the network. Every method is called from one thread at a time.
+    One that posts from compiled code also has `serve`, see transport/service.py.
 
     receive: region that peers write, where the host sees it. landing: where puts come
     to lie, data and their counters, at the same offsets: this very region, or one in

@@ -15,13 +15,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from transport import service, wr
 from transport.atomics import read_word, ring, swap_word, wait_any
-from transport.base import Transport, TransportError
+from transport.base import AbortWords, Transport, TransportError
 from transport.fifo import FifoReader
 from transport.post_log import NO_LOG, PostLog, log_polled, log_posted
 from transport.service import REFUSED, UNTIL, WORKING
@@ -34,21 +34,6 @@ GRACE_S = 0.5
 WATCH_S = 1e-9 * service.WATCH_NS
 LAST_WORDS_S = 0.5
 DRAIN_POLL_S = 20e-6
-
-
-class AbortWords(NamedTuple):
-    """Where the words are that end a Buffer.
-
-    local: address of the word that this rank's kernels check.
-    from_peers: address of the word that each peer writes, [num_ranks] int64.
-    at_peers: offset in every peer's receive region of the word for this rank.
-    farewells: address of the word in which each peer says farewell, [num_ranks] int64.
-    """
-
-    local: int
-    from_peers: np.ndarray
-    at_peers: int
-    farewells: np.ndarray
 
 
 class Proxy:
