@@ -362,7 +362,7 @@ TRANSPORT = [
         "transport/proxy.py",
         "        for position in refused:\n            self._park(self._batch[",
         "        for position in refused[1:]:\n            self._park(self._batch[",
-        ("tests/test_fifo_proxy.py -k "full_queue"",),
+        ("tests/test_fifo_proxy.py -k full_queue",),
     ),
     Mutant(
         "warps may see rows before their coordinator has",
