@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, require
 from test_command import mpirun_test, run_test, small
-from world import Scenario, World, caught, check_round, run
+from world import DEVICE, Scenario, World, caught, check_round, run
 
 import numba_ep
 from numba_ep import clocks, trace
@@ -24,6 +24,9 @@ from numba_ep.perfetto import document, flows, tracks
 from transport import wr
 from transport.jit import JIT_DISABLED
 from transport.post_log import DONE, END, NUM_BYTES, OPCODE, START, VALUE, PostLog
+
+if DEVICE == "cuda":
+    pytest.skip("these tests are for kernels on the CPU", allow_module_level=True)
 
 # 1: a block's only warp plays all its roles. 3: two that move rows and a coordinator.
 WARPS = (1, 3)
