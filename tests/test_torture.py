@@ -3,14 +3,12 @@
 import pytest
 import torture
 from conftest import LONG
-from world import on_cpu
 
 from transport.jit import JIT_DISABLED
 
 EPISODES = 1250 if LONG else 5 if JIT_DISABLED else 50
 
 
-@on_cpu("the faulty network copies with the CPU, which sees no send ring in a GPU")
 @pytest.mark.parametrize("seed", range(EPISODES))
 def test_an_episode(seed: int) -> None:
     """The seed is the test's name; `python tests/torture.py SEED` repeats it."""

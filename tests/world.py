@@ -221,6 +221,11 @@ def _compile() -> Any:
 
     for kernel, args in all_kernels():
         device.compile_kernel(kernel, args)
+    if DEVICE == "cuda":
+        # And the kernel by which CuPy fills rows without a token.
+        like = arrays.from_host(np.zeros(1, np.uint8), True)
+        for dtype, fill in (("int64", -1), ("float32", 0)):
+            arrays.empty(like, (1,), dtype, fill)
     return device
 
 
