@@ -12,6 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from world import (
+    DEVICE,
+    MOST_RANKS,
     TIMEOUT_S,
     Change,
     Scenario,
@@ -25,12 +27,13 @@ from world import (
     refuse_each,
     run,
     same,
+    spawn,
 )
 
+from numba_ep import device as devices
 from numba_ep import reference
 from numba_ep.config import Config, default_config
 from numba_ep.reference import BF16, E4M3
-from numba_ep.spawn import spawn
 
 SMALL = Scenario((13, 9, 11, 12))
 
@@ -96,15 +99,15 @@ def test_c11_default_configs(num_ranks: int) -> None:
         )
 
 
-def test_c11_defaults_without_config() -> None:
-    """Neither dispatch nor combine is given a config, on 33 ranks."""
-    num_ranks = 33
-    world = World(
-        Scenario((3,) * num_ranks, num_experts=33, config=default_config(33, 2))
-    )
+@pytest.mark.parametrize("num_ranks", [min(33, MOST_RANKS)])
+def test_c11_defaults_without_config(num_ranks: int) -> None:
+    """Neither dispatch nor combine is given a config, on many ranks."""
+    config = default_config(num_ranks, *devices.defaults())
+    world = World(Scenario((3,) * num_ranks, num_experts=num_ranks, config=config))
 
     def program(buffer: Any) -> None:
-        assert buffer.get_dispatch_config(33) == buffer.get_combine_config(33)
+        assert buffer.get_dispatch_config(num_ranks) == config
+        assert buffer.get_combine_config(num_ranks) == config
         args = world.dispatch_args(buffer.rank)
         del args["config"]
         handle = buffer.dispatch(**args)[4]
@@ -294,7 +297,7 @@ def test_c12_one_rank_gives_the_constructor_wrong_arguments(
     name = next(iter(bad))
 
     def program(group: Any) -> None:
-        args: dict[str, Any] = {"num_rdma_bytes": 1024, "device": "cpu"}
+        args: dict[str, Any] = {"num_rdma_bytes": 1024, "device": DEVICE}
         rank = group.Get_rank()
         args.update(bad if rank == 1 else {})
         error = caught(lambda: Buffer(group, **args))

@@ -18,6 +18,9 @@ from world import (
     check_dispatch,
     check_refused,
     check_round,
+    fetched,
+    given,
+    on_cpu,
     refuse_each,
     run,
     same,
@@ -155,6 +158,7 @@ def test_c25_strided_combine_inputs() -> None:
     refuse_each(World(SMALL), "combine", bad)
 
 
+@on_cpu("a GPU takes addresses that are multiples of 16")
 def test_c25_read_only_and_misaligned_inputs() -> None:
     """Any contiguous array does, at any address, and nothing is written to it."""
     world = World(SMALL)
@@ -266,7 +270,10 @@ def test_c28_fp8_upper_limit_and_rounding() -> None:
 def cast(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     from numba_ep.cast import cast_to_fp8
 
-    return run(lambda buffer: cast_to_fp8(x, buffer), 1, 0)[0]
+    def program(buffer: Any) -> Any:
+        return fetched(cast_to_fp8(given(x), buffer))
+
+    return run(program, 1, 0)[0]
 
 
 def test_c31_combine_weights() -> None:

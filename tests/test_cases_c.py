@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from world import (
+    DEVICE,
     Change,
     Scenario,
     World,
@@ -23,13 +24,13 @@ from world import (
     refuse_each,
     run,
     same,
+    spawn,
 )
 
 from numba_ep import reference
 from numba_ep.config import Config
 from numba_ep.handle import EventOverlap
 from numba_ep.reference import BF16, unique_rows
-from numba_ep.spawn import spawn
 
 SMALL = Scenario((13, 9, 11, 12))
 
@@ -249,6 +250,6 @@ def test_c43_constructors_that_disagree() -> None:
     def program(group: Any) -> None:
         queues = 3 if group.Get_rank() == 1 else 2
         with pytest.raises(ValueError, match=r"num_qps_per_rank.*rank 1"):
-            Buffer(group, num_rdma_bytes=1024, num_qps_per_rank=queues, device="cpu")
+            Buffer(group, num_rdma_bytes=1024, num_qps_per_rank=queues, device=DEVICE)
 
     spawn(program, 3, 20.0)

@@ -19,14 +19,15 @@ from world import (
     check_dispatch,
     check_round,
     compare_received,
+    on_cpu,
     poison,
     refuse_each,
     run,
     same,
+    spawn,
 )
 
 from numba_ep.config import Config
-from numba_ep.spawn import spawn
 
 SMALL = Scenario((13, 9, 11, 12))
 
@@ -195,6 +196,7 @@ def test_c52_after_destroy() -> None:
     run(program, 2, world.scenario.num_bytes)
 
 
+@on_cpu("it reads a Buffer's memory after its end, and CUDA's is unmapped then")
 @pytest.mark.parametrize("ending", ["destroy", "collect"])
 def test_c52_the_groups_end_after_the_buffers(ending: str) -> None:
     """An abort of the group touches no memory of a Buffer that is gone already."""

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from world import on_cpu
 
+calls_kernels = on_cpu("a test calls kernels' code itself, over the host's memory")
 LOCAL: list[np.ndarray] = []
 WRITER = """
 import mmap, sys, time
@@ -112,6 +114,7 @@ def small_comm(word: int = 0, **fields: int) -> Any:
     return comm._replace(**fields)
 
 
+@calls_kernels
 def test_c03_counters_of_the_operation_before() -> None:
     """Credit that is still under way is none yet; counters never go back."""
     from numba_ep.kernels.records import Ring
@@ -130,6 +133,7 @@ def test_c03_counters_of_the_operation_before() -> None:
         assert tail(comm, 20) == 20
 
 
+@calls_kernels
 @pytest.mark.parametrize("wait", ["wait_any", "tail", "head", "row"])
 def test_c06_waits_see_another_process(wait: str, tmp_path: Path) -> None:
     """A waiting loop reads its word anew every time, and ends without a writer."""
@@ -161,6 +165,7 @@ def test_c06_waits_see_another_process(wait: str, tmp_path: Path) -> None:
         assert time.monotonic() - started < 5.0
 
 
+@calls_kernels
 def test_c36_slot_offsets_beyond_32_bits() -> None:
     from numba_ep.kernels.records import Ring
 
@@ -173,6 +178,7 @@ def test_c36_slot_offsets_beyond_32_bits() -> None:
     assert kernels["first_token"](2**40, 23, 24) == 2**40 * 23 // 24
 
 
+@calls_kernels
 @pytest.mark.parametrize("depth", [1, 4])
 def test_c47_work_requests_keep_every_bit(depth: int) -> None:
     """The largest fields go through the FIFO unchanged, many times around it."""
@@ -206,6 +212,7 @@ def test_c47_work_requests_keep_every_bit(depth: int) -> None:
         assert batch[0, used].tolist() == [expected[i] for i in used]
 
 
+@calls_kernels
 def test_c47_full_fifo_is_never_overwritten() -> None:
     """The kernel waits, gives up after its timeout, and says so."""
     from numba_ep.errors import PeerTimeout, aborted

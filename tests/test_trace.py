@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, require
 from test_command import mpirun_test, run_test, small
-from world import Scenario, World, caught, check_round, run
+from world import DEVICE, Scenario, World, caught, check_round, run
 
 import numba_ep
 from numba_ep import clocks, trace
@@ -35,6 +35,9 @@ from transport.post_log import (
     log_polled,
     log_posted,
 )
+
+if DEVICE == "cuda":
+    pytest.skip("these tests are for kernels on the CPU", allow_module_level=True)
 
 # 1: a block's only warp plays all its roles. 3: two that move rows and a coordinator.
 WARPS = (1, 3)

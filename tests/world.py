@@ -4,6 +4,10 @@
 
 Before every operation the rings and the kernels' scratch are filled with 0xFF, and so
 is every new output array. What goes in and what must come out is made in scenario.py.
+
+The same tests run on a CPU and on a GPU (NUMBA_EP_DEVICE): worlds and tests have NumPy
+arrays, and on a GPU every Buffer within `run` or `spawn` is given CuPy arrays for them
+and its results are fetched.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from scenario import (
     SMALL_RINGS,
@@ -29,13 +34,15 @@ from scenario import (
     same,
 )
 
+from numba_ep import arrays
 from numba_ep import device as devices
-from numba_ep.spawn import spawn
-
-if devices.wanted_target() == "cuda":
-    pytest.skip("these tests are for kernels on the CPU", allow_module_level=True)
+from numba_ep.handle import Handle
+from numba_ep.reference import E4M3
+from numba_ep.spawn import spawn as spawn_threads
 
 __all__ = [
+    "DEVICE",
+    "MOST_RANKS",
     "SMALL_RINGS",
     "TIMEOUT_S",
     "Change",
@@ -52,10 +59,14 @@ __all__ = [
     "check_refused",
     "check_round",
     "compare_received",
+    "fetched",
+    "given",
+    "on_cpu",
     "poison",
     "refuse_each",
     "run",
     "same",
+    "spawn",
 ]  # fmt: skip
 
 TIMEOUT_S = 20.0  # of a Buffer's waits
@@ -64,51 +75,171 @@ POISON = 0xFF
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
+DEVICE = "cuda" if devices.wanted_target() == "cuda" else "cpu"
+# Of a process: a GPU has 32 hardware queues, and a rank takes two
+# (`numba_ep.device.check_queues`). A CPU takes as many ranks as anyone asks for.
+MOST_RANKS = 16 if DEVICE == "cuda" else 1 << 20
+
+
+def on_cpu(reason: str) -> pytest.MarkDecorator:
+    """Marks a test that cannot run on a GPU, and says why."""
+    return pytest.mark.skipif(DEVICE == "cuda", reason=f"for a CPU: {reason}")
+
+
+# The border: NumPy arrays in tests, CuPy arrays in a Buffer on a GPU.
+
+
+def given(value: Any) -> Any:
+    """`value` as a Buffer takes it: an array, a handle, or a tuple or list of such."""
+    if DEVICE == "cpu":
+        return value
+    if isinstance(value, Handle):
+        return vars(value).get("of_buffer", value)
+    if type(value) in (tuple, list):
+        return type(value)(map(given, value))
+    # CuPy has one byte order: an array of the other one is refused as it is.
+    if not isinstance(value, np.ndarray) or not value.dtype.isnative:
+        return value
+    if value.flags.c_contiguous:
+        return arrays.from_host(value, True)
+    return _strided(value)
+
+
+def _strided(array: np.ndarray) -> Any:
+    """A copy on the GPU with the same strides: what lies in between goes along."""
+    import cupy
+
+    steps = [(n - 1) * step for n, step in zip(array.shape, array.strides)]
+    first = sum(step for step in steps if step < 0)
+    behind_last = sum(step for step in steps if step > 0) + array.itemsize
+    at = ctypes.c_uint8 * (behind_last - first)
+    raw = np.ctypeslib.as_array(at.from_address(array.ctypes.data + first))
+    start = arrays.from_host(raw, True).data + -first
+    dtype = arrays._dtype("cupy", str(array.dtype))
+    return cupy.ndarray(array.shape, dtype, start, array.strides)
+
+
+def fetched(value: Any) -> Any:
+    """What a Buffer returned, as NumPy has it; such a handle is good for `given`."""
+    if DEVICE == "cpu":
+        return value
+    if isinstance(value, Handle):
+        handle = Handle(*map(fetched, value))
+        vars(handle).update(vars(value), of_buffer=value)
+        return handle
+    if type(value) in (tuple, list):
+        return type(value)(map(fetched, value))
+    import cupy
+
+    if not isinstance(value, cupy.ndarray):
+        return value
+    # E4M3 is the only dtype that goes as uint8.
+    return arrays.to_host(value, E4M3 if value.dtype == np.uint8 else value.dtype)
+
+
+def _at_the_border(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(buffer: Any, *args: Any, **options: Any) -> Any:
+        named = {name: given(value) for name, value in options.items()}
+        return fetched(method(buffer, *map(given, args), **named))
+
+    return call
+
+
+@contextlib.contextmanager
+def border() -> Iterator[None]:
+    """While it lasts, Buffers take and return what NumPy has, also on a GPU."""
+    from numba_ep.buffer import Buffer
+
+    with contextlib.ExitStack() as patches:
+        for name in ("get_dispatch_layout", "dispatch", "combine"):
+            if DEVICE == "cuda":
+                method = _at_the_border(getattr(Buffer, name))
+                patches.enter_context(mock.patch.object(Buffer, name, method))
+        yield
+
+
 # Poison.
 
 
 def poison(buffer: Any) -> None:
     """Collective: fill what the next operation must write before it reads it."""
     endpoint = buffer._endpoint
+    network = endpoint.transport
     buffer.group.Barrier()
-    for region, regions in (
-        (endpoint.transport.receive, endpoint._receive_map),
-        (endpoint.transport.send, endpoint._send_map),
-    ):
+    # Where puts come to lie may be another region than the one that peers write.
+    maps = {
+        network.receive: endpoint._receive_map,
+        network.landing: endpoint._receive_map,
+        network.send: endpoint._send_map,
+    }
+    for region, regions in maps.items():
         at, num_bytes = regions["rings"], regions.sizes["rings"]
-        ctypes.memset(region.address + at, POISON, num_bytes)
-    for memory in (endpoint._scratch, endpoint.notify_scratch):
-        memory.host[:] = POISON
+        _fill(endpoint, region.address + at, num_bytes, region.on_gpu)
+    for memory in (endpoint._scratch, endpoint.notify_scratch, endpoint._own_rings):
+        if memory is not None:
+            _fill(endpoint, memory.address, memory.num_bytes, memory.host is None)
     buffer.group.Barrier()
+
+
+def _fill(endpoint: Any, address: int, num_bytes: int, on_gpu: bool) -> None:
+    if not on_gpu:
+        ctypes.memset(address, POISON, num_bytes)
+    elif num_bytes:
+        from cuda.bindings import driver
+
+        from transport.cuda_driver import call
+
+        stream = endpoint.runtime.stream
+        call(driver.cuMemsetD8Async, address, POISON, num_bytes, stream)
+        endpoint.runtime.synchronize()
 
 
 def _poisoned(empty: Callable[..., Any]) -> Callable[..., Any]:
     def make(like: Any, shape: Any, dtype: str, fill: int | None = None) -> Any:
         made = empty(like, shape, dtype, fill)
-        if fill is None and made.nbytes < 1 << 30:
-            ctypes.memset(made.ctypes.data, POISON, made.nbytes)
+        if fill is None and 0 < made.nbytes < 1 << 30:
+            if isinstance(made, np.ndarray):
+                ctypes.memset(made.ctypes.data, POISON, made.nbytes)
+            else:
+                # No kernel: the driver might load it only when other ranks' have ended.
+                made.data.memset_async(POISON, made.nbytes)
         return made
 
     return make
 
 
+# Running.
+
+
 @functools.cache
-def _compile() -> None:
-    """Once, and before any time limit runs."""
-    device = devices.select("cpu")
+def _compile() -> Any:
+    """Once, and before any time limit runs; returns the device's module."""
+    device = devices.select(DEVICE)
+    _use_gpu()
     from numba_ep.kernels import all_kernels
 
     for kernel, args in all_kernels():
         device.compile_kernel(kernel, args)
+    if DEVICE == "cuda":
+        # And the kernel by which CuPy fills rows without a token.
+        like = arrays.from_host(np.zeros(1, np.uint8), True)
+        for dtype, fill in (("int64", -1), ("float32", 0)):
+            arrays.empty(like, (1,), dtype, fill)
+    return device
+
+
+def _use_gpu() -> None:
+    """Every rank, a thread each, works on the first GPU."""
+    if DEVICE == "cuda":
+        devices.select().use_gpu(0)
 
 
 @contextlib.contextmanager
 def patched(warps: int) -> Iterator[None]:
     """New outputs hold 0xFF, every block has `warps` warps: the last of two or more
     coordinates, a single one does that too."""
-    from numba_ep import arrays
-
-    _compile()
+    device = _compile()
     for name in ("buffer", "cast", "combine", "dispatch"):
         importlib.import_module(f"numba_ep.{name}")
     poisoned = _poisoned(arrays.empty)
@@ -120,11 +251,22 @@ def patched(warps: int) -> Iterator[None]:
             if module is not arrays and vars(module).get("empty") is arrays.empty:
                 patches.enter_context(mock.patch.object(module, "empty", poisoned))
         for name in ("WARPS_PER_BLOCK", "ONE_BLOCK_WARPS"):
-            patches.enter_context(mock.patch.object(devices.select(), name, warps))
+            patches.enter_context(mock.patch.object(device, name, warps))
         yield
 
 
-# Running.
+def spawn(
+    program: Callable[[Any], Any], num_ranks: int, limit_s: float = LIMIT_S
+) -> list[Any]:
+    """`numba_ep.spawn` of a program that makes its own Buffers, on DEVICE."""
+    _compile()
+
+    def of_rank(group: Any) -> Any:
+        _use_gpu()
+        return program(group)
+
+    with border():
+        return spawn_threads(of_rank, num_ranks, limit_s)
 
 
 def run(
@@ -138,7 +280,7 @@ def run(
     """program(buffer) on every rank, each with a Buffer of num_bytes; the results."""
     from numba_ep.buffer import Buffer
 
-    options = {"device": "cpu", "timeout_s": TIMEOUT_S, **options}
+    options = {"device": DEVICE, "timeout_s": TIMEOUT_S, **options}
 
     def of_rank(group: Any) -> Any:
         buffer = Buffer(group, num_rdma_bytes=num_bytes, **options)
