@@ -212,8 +212,8 @@ class CopyEngineTransport(SharedMemoryTransport):
         self, rank: int, num_ranks: int, receive_bytes: int, send_bytes: int
     ) -> None:
         self._boxes_at = -(-receive_bytes // LINE_BYTES) * LINE_BYTES
-        boxes_bytes = num_ranks * STREAMS * BOX_BYTES
-        super().__init__(rank, num_ranks, self._boxes_at + boxes_bytes, 0)
+        self._boxes_bytes = num_ranks * STREAMS * BOX_BYTES
+        super().__init__(rank, num_ranks, self._boxes_at + self._boxes_bytes, 0)
         self._mapped_bytes = self.receive.num_bytes
         self.receive = MemoryRegion(self.receive.address, receive_bytes)
         _, self._context = current_device()
@@ -267,7 +267,9 @@ class CopyEngineTransport(SharedMemoryTransport):
                 ends = self._ends
                 ends.own_boxes[peer, k] = self.receive.address + self._boxes_at + own
                 ends.boxes[:, peer, k] = place[0], gpu
-                ends.boxes[:, peer, k] += self._boxes_at + theirs
+                # A peer's region may be larger or smaller than this rank's.
+                boxes_at = card.receive_bytes - self._boxes_bytes
+                ends.boxes[:, peer, k] += boxes_at + theirs
                 note = int(ends.boxes[0, peer, k]) + NOTES
                 self._use_once(int(ends.out[k]), int(ends.into[k]), note)
 
