@@ -50,7 +50,6 @@ class Proxy:
         self.rank, self._transport, self._fifo = rank, transport, fifo
         self._abort, self._bell = abort, bell
         self._peers = [p for p in range(len(abort.from_peers)) if p != rank]
-        self._serve = getattr(transport, "serve", None)
         self._parked: dict[tuple[int, int], deque[np.ndarray]] = {}
         self._direct: deque[np.ndarray] = deque()
         self._stopped = False
@@ -162,8 +161,9 @@ class Proxy:
         self._last_poke = self._pokes[0]
         if self._work.log is not self._log:
             self._work = self._work._replace(log=self._log)
-        if self._serve and not (self._parked or self._direct or self.error):
-            self._leave_to_transport(self._serve)
+        serve = getattr(self._transport, "serve", None)
+        if serve is not None and not (self._parked or self._direct or self.error):
+            self._leave_to_transport(serve)
             return
         self._state[WORKING] = 1
         popped = self._fifo.pop(self._batch)
