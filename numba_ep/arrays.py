@@ -138,22 +138,17 @@ def _dtype(module: str, name: str) -> Any:
 def empty(
     like: Any, shape: tuple[int, ...], dtype: str, fill: int | None = None
 ) -> Any:
-    """A new array of `like`'s library and place, filled with `fill`, 0 or -1, if given.
-    """
+    """A new array of `like`'s library and place, filled with `fill` if given."""
     module = module_of(like)
     kind = _dtype(module, dtype)
     if module == "torch":
         torch = sys.modules["torch"]
         made = torch.empty(shape, dtype=kind, device=like.device)
         return made if fill is None else made.fill_(fill)
-    if module == "numpy":
-        return np.empty(shape, kind) if fill is None else np.full(shape, fill, kind)
-    made = sys.modules["cupy"].empty(shape, kind)
-    if fill is not None and made.nbytes:
-        # Not `cupy.full`, a kernel: the first one of a process is loaded when it is
-        # needed, and that may wait for a kernel which waits for this very rank.
-        made.data.memset_async(fill & 0xFF, made.nbytes)
-    return made
+    library = np if module == "numpy" else sys.modules["cupy"]
+    if fill is None:
+        return library.empty(shape, kind)
+    return library.full(shape, fill, kind)
 
 
 def from_host(array: np.ndarray, on_gpu: bool) -> Any:
