@@ -229,15 +229,15 @@ class VerbsTransport:
             room = queue.free // chain.width
             if room == 0 or self._asked >= self._most_asked:
                 break
-            end, limit = done + 1, min(done + room, count)
+            end, limit = done + 1, count if room >= count - done else done + room
             while end < limit and rows[positions[end]][wr.OPCODE] == opcode:
                 end += 1
-            chain.fill(queue, rows, positions[done:end], values)
+            request = chain.fill(queue, rows, positions[done:end], values)
             writes = (end - done) * chain.width
             queue.quiet += writes
             asks = queue.quiet >= queue.ask_every
             chain.ask(asks)
-            self._post_request(queue, chain.first(end - done), writes, asks)
+            self._post_request(queue, request, writes, asks)
             done = end
         return done
 

@@ -156,7 +156,11 @@ class Chain:
         self._send, self._lkey = source
         self._requests: list[Any] = []  # a link keeps nothing alive by itself
         # For each step, of each of its requests: SGE, and what sets key and address.
-        self._steps = [tuple(self._make_step()) for _ in range(depth // self.width)]
+        steps = [tuple(self._make_step()) for _ in range(depth // self.width)]
+        # The first request and the steps of the last n, by n.
+        self._last: list[tuple[Any, list[tuple[Any, ...]]]] = [(None, [])]
+        for n in range(1, len(steps) + 1):
+            self._last.append((self._requests[-n * self.width], steps[-n:]))
         for one, following in zip(self._requests, self._requests[1:]):
             one.next_wr = following
         self._asks = False
@@ -169,14 +173,10 @@ class Chain:
         self._requests.append(request)
         return [sge, request.set_wr_rdma]
 
-    def first(self, num_steps: int) -> Any:
-        """The first request of the last `num_steps` steps."""
-        return self._requests[-num_steps * self.width]
-
     def fill(
         self, queue: Queue, rows: list[list[int]], positions: Any, values: int
-    ) -> None:
-        """Make the last steps writes for `rows[positions]`.
+    ) -> Any:
+        """Make the last steps writes for `rows[positions]`; returns the first request.
 
         values: address of the first row's value, where an inline counter is read.
         """
@@ -200,10 +200,10 @@ class PutChain(Chain):
 
     def fill(
         self, queue: Queue, rows: list[list[int]], positions: Any, values: int
-    ) -> None:
+    ) -> Any:
         """See Chain. The proxy's hot path: every line here is paid for each chunk."""
         rkey, base, send = queue.rkey, queue.base, self._send
-        steps = self._steps[-len(positions) :]
+        first, steps = self._last[len(positions)]
         for position, (data, aim_data, counter, aim_counter) in zip(positions, steps):
             _, _, _, source, to, num_bytes, counter_at, _ = rows[position]
             data.addr = send + source
@@ -211,6 +211,7 @@ class PutChain(Chain):
             aim_data(rkey, base + to)
             counter.addr = values + ENTRY_BYTES * position
             aim_counter(rkey, base + counter_at)
+        return first
 
 
 class CounterChain(Chain):
@@ -221,9 +222,9 @@ class CounterChain(Chain):
 
     def fill(
         self, queue: Queue, rows: list[list[int]], positions: Any, values: int
-    ) -> None:
+    ) -> Any:
         """See Chain."""
-        steps = self._steps[-len(positions) :]
+        first, steps = self._last[len(positions)]
         for position, (counter, aim) in zip(positions, steps):
             counter.addr = values + ENTRY_BYTES * position
             at = rows[position][wr.COUNTER_AT]
@@ -231,6 +232,7 @@ class CounterChain(Chain):
                 aim(queue.words_rkey, queue.words + at)
             else:
                 aim(queue.rkey, queue.base + at)
+        return first
 
 
 class DataChain(Chain):
@@ -243,10 +245,11 @@ class DataChain(Chain):
 
     def fill(
         self, queue: Queue, rows: list[list[int]], positions: Any, values: int
-    ) -> None:
+    ) -> Any:
         """See Chain."""
-        steps = self._steps[-len(positions) :]
+        first, steps = self._last[len(positions)]
         for position, (data, aim) in zip(positions, steps):
             data.addr = self._send + rows[position][wr.SOURCE]
             data.length = rows[position][wr.NUM_BYTES]
             aim(queue.rkey, queue.base + rows[position][wr.DESTINATION])
+        return first
