@@ -4,9 +4,13 @@
 
 Wire GB/s, both directions added: of `ib_write_bw -b` with messages of a chunk's bytes
 on as many queue pairs as there are channels, of plain puts by the proxies, of dispatch
-and of combine; without and with 1 % of the packets lost. They take turns, each alone on
-the network; medians of the turns. In a guest without a card the figures say how much of
-the stack's own rate is used, and nothing about a card.
+and of combine; for several chunks, and with 1 % of the packets lost. They take turns,
+each alone on the network; medians of the turns. In a guest without a card the figures
+say how much of the stack's own rate is used, and nothing about a card.
+
+There the CPUs are the card, too, and pack and reduce besides. So the same dispatch and
+combine also run over shared memory, which has no card: `net` is the rate over what
+verbs takes longer than that.
 """
 
 from __future__ import annotations
@@ -20,24 +24,26 @@ from typing import Any
 import numba_ep
 from numba_ep.group import members
 from numba_ep.selfcheck import Sizes
-from numba_ep.tuning import Tuner
+from numba_ep.tuning import Figure, Tuner
 from transport.verbs_device import TIMEOUT
 
 HOSTS = str(Path(__file__).resolve().parent / "hosts")
-TURNS, REPEATS, LOSSES = 5, 3, ("", "loss 1%")
+TURNS, REPEATS = 3, 3
+CASES = ((8, ""), (8, "loss 1%"), (16, ""), (32, ""))  # rows of a chunk, network
 SIZES = Sizes(num_tokens=512, hidden=7168, num_topk=8, num_experts=16, seed=0)
-CONFIG = numba_ep.Config(4, 8, 128, 8, 128)
-MESSAGE_BYTES = CONFIG.chunk * 2 * SIZES.hidden
-WRITES = 150  # of perftest, a queue pair
+RING = 128  # rows
+WRITTEN = 1200  # rows by perftest, a queue pair
 LIMIT_S = 200.0
-NAMES = ("ib_write_bw -b", "plain puts", "dispatch", "combine")
+RATES = ("ib_write_bw -b", "plain puts", "dispatch", "combine")
+TIMES = ("verbs dispatch", "verbs combine", "shm dispatch", "shm combine")
 
 
-def perftest() -> float:
+def perftest(config: numba_ep.Config) -> float:
     """GB/s of ib_write_bw between the two hosts, both directions added."""
+    message = str(config.chunk * 2 * SIZES.hidden)
     common = [
-        "ib_write_bw", "-b", "-F", "-x", "1", "-s", str(MESSAGE_BYTES),
-        "-q", str(CONFIG.num_channels), "-n", str(WRITES), "-u", str(TIMEOUT),
+        "ib_write_bw", "-b", "-F", "-x", "1", "-s", message, "-u", str(TIMEOUT),
+        "-q", str(config.num_channels), "-n", str(WRITTEN // config.chunk),
         "--report_gbits",
     ]  # fmt: skip
     server = subprocess.Popen([*common, "-d", "host0"], stdout=subprocess.DEVNULL)
@@ -48,49 +54,63 @@ def perftest() -> float:
     )  # fmt: skip
     server.wait(LIMIT_S)
     rows = [line.split() for line in client.stdout.splitlines()]
-    (row,) = [row for row in rows if row and row[0] == str(MESSAGE_BYTES)]
+    (row,) = [row for row in rows if row and row[0] == message]
     return float(row[3]) / 8  # size, iterations, peak, average
 
 
-def own_figures(group: Any) -> list[float]:
-    """GB/s of plain puts, dispatch and combine."""
-    num_bytes = CONFIG.get_rdma_buffer_size_hint(2 * SIZES.hidden, 2, SIZES.num_topk)
+def measured(group: Any, transport: str, config: numba_ep.Config) -> list[Figure]:
+    """Dispatch and combine over this transport."""
+    num_bytes = config.get_rdma_buffer_size_hint(2 * SIZES.hidden, 2, SIZES.num_topk)
     with numba_ep.Buffer(
-        group, num_rdma_bytes=num_bytes, num_qps_per_rank=CONFIG.num_channels,
-        transport="verbs", timeout_s=LIMIT_S,
+        group, num_rdma_bytes=num_bytes, num_qps_per_rank=config.num_channels,
+        transport=transport, timeout_s=LIMIT_S,
     ) as buffer:  # fmt: skip
         tuner = Tuner(buffer, members(group), SIZES, False, repeats=REPEATS)
-        dispatch, combine = tuner.dispatch("bf16", CONFIG), tuner.combine(CONFIG)
-    return [2 * dispatch.raw_gbps, 2 * dispatch.wire_gbps, 2 * combine.wire_gbps]
+        return [tuner.dispatch("bf16", config), tuner.combine(config)]
+
+
+def turn(group: Any, chunk: int, network: str) -> list[float]:
+    """RATES, then TIMES in ms; perftest's rate is rank 0's alone."""
+    config = numba_ep.Config(4, chunk, RING, chunk, RING)
+    rate = 0.0
+    if group.Get_rank() == 0:
+        subprocess.run([HOSTS, "netem", *network.split()], check=True)
+        rate = perftest(config)
+    members(group).barrier()  # asleep, and without a Buffer
+    verbs, shm = [measured(group, name, config) for name in ("verbs", "shm")]
+    rates = [rate, 2 * verbs[0].raw_gbps, *(2 * figure.wire_gbps for figure in verbs)]
+    return rates + [figure.time_us / 1e3 for figure in verbs + shm]
+
+
+def table(chunk: int, network: str, rows: list[list[float]]) -> None:
+    """Medians of the turns, shares of perftest's rate, and what the network took."""
+    medians = [statistics.median(column) for column in zip(*rows)]
+    rates, times = medians[: len(RATES)], medians[len(RATES) :]
+    print(f"\nchunks of {chunk}, {network or 'no loss'}")
+    for name, rate in zip(RATES, rates):
+        print(f"{name:<16}{rate:>9.4f} GB/s {rate / rates[0]:>6.0%}")
+    for name, ms in zip(TIMES, times):
+        print(f"{name:<16}{ms:>9.0f} ms")
+    for name, rate, ms, without in zip(RATES[2:], rates[2:], times, times[2:]):
+        net = rate * ms / (ms - without) if ms > without else float("inf")
+        print(f"{name + ' net':<16}{net:>9.4f} GB/s {net / rates[0]:>6.0%}", flush=True)
 
 
 def main() -> None:
-    """Rank 0 prints a line a turn, and the table."""
+    """Rank 0 prints a line a turn, and the tables."""
     group = numba_ep.world()
-    ranks = members(group)
-    seen: dict[str, list[list[float]]] = {loss: [] for loss in LOSSES}
-    for turn in range(TURNS):
-        for loss in LOSSES:
-            figures = []
-            if ranks.rank == 0:
-                subprocess.run([HOSTS, "netem", *loss.split()], check=True)
-                figures.append(perftest())
-            ranks.barrier()  # asleep, and without a Buffer
-            figures += own_figures(group)
-            ranks.barrier()
-            seen[loss].append(figures)
-            if ranks.rank == 0:
-                row = "".join(f"{figure:>16.4f}" for figure in figures)
-                print(f"turn {turn} {loss or 'no loss':<8}{row}", flush=True)
-    if ranks.rank == 0:
-        print(f"medians, GB/s; messages of {MESSAGE_BYTES} bytes, "
-              f"{CONFIG.num_channels} queue pairs")  # fmt: skip
-        print(" " * 8 + "".join(f"{name:>16}" for name in NAMES))
-        for loss, rows in seen.items():
-            medians = [statistics.median(column) for column in zip(*rows)]
-            print(f"{loss or 'no loss':<8}" + "".join(f"{m:>16.4f}" for m in medians))
-            shares = "".join(f"{m / medians[0]:>16.0%}" for m in medians)
-            print(f"{'':<8}{shares}", flush=True)
+    seen: dict[tuple[int, str], list[list[float]]] = {case: [] for case in CASES}
+    for number in range(TURNS):
+        for case, rows in seen.items():
+            rows.append(turn(group, *case))
+            members(group).barrier()
+            if group.Get_rank() == 0:
+                figures = " ".join(f"{figure:.4g}" for figure in rows[-1])
+                print(f"turn {number} {case} {figures}", flush=True)
+    if group.Get_rank() == 0:
+        print(f"medians of {TURNS} turns")
+        for (chunk, network), rows in seen.items():
+            table(chunk, network, rows)
 
 
 if __name__ == "__main__":
