@@ -150,9 +150,9 @@ SENDER = [
     ),
     Mutant(
         "scales are read as if they were row-major",
-        KERNELS + "sender.py",
-        "first + i * rows.scale_stride",
-        "first + i",
+        KERNELS + "row_copy.py",
+        "return load_f32(place.scales, i * place.stride)",
+        "return load_f32(place.scales, i)",
         ("tests/test_cases_b.py tests/test_cases_c.py -k c26",),
     ),
 ]
@@ -161,8 +161,8 @@ RECEIVER = [
     Mutant(
         "the credit of the last rows is forgotten",
         KERNELS + "receiver.py",
-        "        return 0, True\n    if lane_id() == 0:\n        return_credit",
-        "        return 0, True\n    if lane_id() == 0 and consumed < count:\n"
+        "        return steps, True\n    if lane_id() == 0:\n        return_credit",
+        "        return steps, True\n    if lane_id() == 0 and consumed < count:\n"
         "        return_credit",
     ),
     Mutant(
@@ -314,15 +314,14 @@ WAITING = [
     Mutant(
         "nobody looks at the abort word",
         KERNELS + "waiting.py",
-        "    if ld_relaxed(comm.control, ABORT) != 0:\n        return ABORTED\n",
-        "",
+        "        if ld_relaxed(comm.control, ABORT) != 0:\n            store_i64",
+        "        if False:\n            store_i64",
         ("tests/test_invariants.py -k test_8_a_waiting",),
     ),
     Mutant(
         "the clock is not looked at",
         KERNELS + "waiting.py",
-        "    if clock_ns() - since > patience * comm.timeout_ns:\n"
-        "        return TIMED_OUT\n",
+        "    if time - since > patience * comm.timeout_ns:\n        return TIMED_OUT\n",
         "",
         ("tests/test_invariants.py -k test_8_what",),
     ),
