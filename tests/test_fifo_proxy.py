@@ -379,9 +379,8 @@ def test_a_newer_counter_replaces_a_parked_one(rig: Rig) -> None:
     rig.push(0, numbered(1, 0, 2))
     wait_until(lambda: rig.freed(0) == 8)
     wait_until(lambda: rig.transport.on((2, 0)))
-    statistics = rig.proxy.statistics()
-    assert statistics.most_parked == 4
-    assert statistics.replaced_counters == 3
+    wait_until(lambda: rig.proxy.statistics().most_parked == 4)
+    assert rig.proxy.statistics().replaced_counters == 3
     rig.transport.give_room((1, 0), 100)
     assert rig.proxy.drain(LIMIT_S)
     counters = [(r.counter, r.value) for r in rig.transport.on((1, 0))]
