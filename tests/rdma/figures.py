@@ -4,13 +4,13 @@
 
 Wire GB/s, both directions added: of `ib_write_bw -b` with messages of a chunk's bytes
 on as many queue pairs as there are channels, of plain puts by the proxies, of dispatch
-and of combine; for several chunks, and with 1 % of the packets lost. They take turns,
-each alone on the network; medians of the turns. In a guest without a card the figures
-say how much of the stack's own rate is used, and nothing about a card.
+and of combine. They take turns, each alone on the network; medians of the turns, for
+the shares as well.
 
-There the CPUs are the card, too, and pack and reduce besides. So the same dispatch and
-combine also run over shared memory, which has no card: `net` is the rate over what
-verbs takes longer than that.
+In a guest without a card the CPUs are the card, and pack and reduce besides. So there
+are two kinds of network: cables of a fixed rate, which leave the CPUs time, and such
+without a limit, where a share says how much of the CPUs the rest takes. What dispatch
+and combine cost without any card is what they cost over shared memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ from numba_ep.tuning import Figure, Tuner
 from transport.verbs_device import TIMEOUT
 
 HOSTS = str(Path(__file__).resolve().parent / "hosts")
-TURNS, REPEATS = 3, 3
-CASES = ((8, ""), (8, "loss 1%"), (16, ""), (32, ""))  # rows of a chunk, network
+TURNS, REPEATS = 5, 3
+# Rows of a chunk, cable, packets.
+CASES = (
+    (8, "64mbit", ""), (32, "64mbit", ""), (8, "64mbit", "loss 1%"), (8, "", ""),
+    (32, "", ""),
+)  # fmt: skip
 SIZES = Sizes(num_tokens=512, hidden=7168, num_topk=8, num_experts=16, seed=0)
 RING = 128  # rows
 WRITTEN = 1200  # rows by perftest, a queue pair
@@ -69,12 +73,13 @@ def measured(group: Any, transport: str, config: numba_ep.Config) -> list[Figure
         return [tuner.dispatch("bf16", config), tuner.combine(config)]
 
 
-def turn(group: Any, chunk: int, network: str) -> list[float]:
+def turn(group: Any, chunk: int, cable: str, packets: str) -> list[float]:
     """RATES, then TIMES in ms; perftest's rate is rank 0's alone."""
     config = numba_ep.Config(4, chunk, RING, chunk, RING)
     rate = 0.0
     if group.Get_rank() == 0:
-        subprocess.run([HOSTS, "netem", *network.split()], check=True)
+        for change in (["netem", *packets.split()], ["rate", *cable.split()]):
+            subprocess.run([HOSTS, *change], check=True)
         rate = perftest(config)
     members(group).barrier()  # asleep, and without a Buffer
     verbs, shm = [measured(group, name, config) for name in ("verbs", "shm")]
@@ -82,24 +87,23 @@ def turn(group: Any, chunk: int, network: str) -> list[float]:
     return rates + [figure.time_us / 1e3 for figure in verbs + shm]
 
 
-def table(chunk: int, network: str, rows: list[list[float]]) -> None:
-    """Medians of the turns, shares of perftest's rate, and what the network took."""
-    medians = [statistics.median(column) for column in zip(*rows)]
-    rates, times = medians[: len(RATES)], medians[len(RATES) :]
-    print(f"\nchunks of {chunk}, {network or 'no loss'}")
-    for name, rate in zip(RATES, rates):
-        print(f"{name:<16}{rate:>9.4f} GB/s {rate / rates[0]:>6.0%}")
-    for name, ms in zip(TIMES, times):
-        print(f"{name:<16}{ms:>9.0f} ms")
-    for name, rate, ms, without in zip(RATES[2:], rates[2:], times, times[2:]):
-        net = rate * ms / (ms - without) if ms > without else float("inf")
-        print(f"{name + ' net':<16}{net:>9.4f} GB/s {net / rates[0]:>6.0%}", flush=True)
+def table(case: tuple[int, str, str], rows: list[list[float]]) -> None:
+    """Medians of the turns."""
+    chunk, cable, packets = case
+    print(f"\nchunks of {chunk}, cables: {cable or 'any rate'}, {packets or 'no loss'}")
+    for column, name in enumerate(RATES):
+        rate = statistics.median(row[column] for row in rows)
+        share = statistics.median(row[column] / row[0] for row in rows)
+        print(f"{name:<16}{rate:>9.4f} GB/s {share:>6.0%}")
+    for column, name in enumerate(TIMES, len(RATES)):
+        ms = statistics.median(row[column] for row in rows)
+        print(f"{name:<16}{ms:>9.0f} ms", flush=True)
 
 
 def main() -> None:
     """Rank 0 prints a line a turn, and the tables."""
     group = numba_ep.world()
-    seen: dict[tuple[int, str], list[list[float]]] = {case: [] for case in CASES}
+    seen: dict[tuple[int, str, str], list[list[float]]] = {case: [] for case in CASES}
     for number in range(TURNS):
         for case, rows in seen.items():
             rows.append(turn(group, *case))
@@ -109,8 +113,8 @@ def main() -> None:
                 print(f"turn {number} {case} {figures}", flush=True)
     if group.Get_rank() == 0:
         print(f"medians of {TURNS} turns")
-        for (chunk, network), rows in seen.items():
-            table(chunk, network, rows)
+        for case, rows in seen.items():
+            table(case, rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Each argument is what befalls the network, and for how many rounds:
 
     plain    nothing
     loss     a hundredth of all packets is lost
-    noise    packets are lost, duplicated and corrupted
+    noise    packets are lost, duplicated, corrupted and overtaken
     outage   host 1 is off the network for 0.3 s, in the middle of a dispatch
     cut      the same for good
     killed   rank 1 is killed in the middle of a dispatch
@@ -41,7 +41,11 @@ from numba_ep.errors import BufferAborted
 from transport import process
 
 HERE = Path(__file__).resolve().parent
-NETEM = {"loss": "loss 1%", "noise": "loss 0.5% duplicate 2% corrupt 1%"}
+NETEM = {
+    "loss": "loss 1%",
+    # 3 % of them are late.
+    "noise": "loss 0.5% duplicate 2% corrupt 1% delay 2ms reorder 97%",
+}
 FAULTS = {"outage": "outage 1 0.3", "cut": "unplug 1"}
 ENDS = ("cut", "killed")
 CULPRIT = 1
