@@ -114,9 +114,7 @@ def main() -> None:
     comm = MPI.COMM_WORLD
     engines = Engines(comm)
     if comm.Get_rank() == 0:
-        print(
-            "GB/s each way       out      in    both  both, a counter a chunk   jobs"
-        )
+        print("GB/s each way       out      in    both  both, a counter a chunk   jobs")
     for chunk in CHUNKS:
         line = f"{chunk:>12} bytes"
         for ways, flags in (("out", False), ("in", False), ("out in", False),

@@ -1,10 +1,11 @@
-"""Wire GB/s over configs, one rank a GPU: which SMs, rings and chunks carry the link.
+"""GB/s over configs, one rank a GPU: which SMs, rings and chunks carry the link.
 
     mpirun -np 2 python benchmarks/gpu_sweep.py 8:1024:128 20:400:50 ...
 
 Each argument is num_sms:capacity:chunk. DeepEP's sizes (4096 tokens, hidden 7168, top-8
-of 256 experts); medians of 5, cached dispatch and combine, a call alone and one of
-eight in a row, whose host time hides behind the call before.
+of 256 experts); medians of 10, cached dispatch and combine: a call alone, and one of
+eight in a row, whose host time hides behind the call before. Wire counts what goes to
+other ranks, algorithm the rows that stay as well.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from numba_ep.selfcheck import Sizes
 from numba_ep.tuning import Tuner
 
 SIZES = Sizes(4096, 7168, 8, 256, 0)
+REPEATS = 10
 
 
 def main() -> None:
@@ -41,13 +43,14 @@ def main() -> None:
     with numba_ep.Buffer(
         comm, num_rdma_bytes=num_bytes, num_qps_per_rank=most, device="cuda"
     ) as buffer:
-        alone = Tuner(buffer, ranks, SIZES, True, repeats=5)
-        in_a_row = Tuner(buffer, ranks, SIZES, True, repeats=5, calls_in_a_row=8)
+        alone = Tuner(buffer, ranks, SIZES, True, REPEATS)
+        in_a_row = Tuner(buffer, ranks, SIZES, True, REPEATS, calls_in_a_row=8)
         if ranks.rank == 0:
+            head = f"{'us alone':>9}{'in a row':>9}{'wire':>6}{'algorithm':>11}"
             print(
-                "us and wire GB/s, alone | in a row\n"
-                f"{'':<12}{'dispatch fp8':^32}{'dispatch bf16':^32}{'combine bf16':^32}"
+                f"{'':<12}{'dispatch fp8':>35}{'dispatch bf16':>35}{'combine bf16':>35}"
             )
+            print(f"{'':<12}" + 3 * head)
         for config in configs:
             parts = []
             for operation in ("fp8", "bf16", "combine"):
@@ -57,12 +60,12 @@ def main() -> None:
                     for tuner in (alone, in_a_row)
                 )  # fmt: skip
                 parts.append(
-                    f"{one.time_us:7.0f} {one.wire_gbps:5.1f} | "
-                    f"{many.time_us:6.0f} {many.wire_gbps:5.1f}"
+                    f"{one.time_us:9.0f}{many.time_us:9.0f}{many.wire_gbps:6.1f}"
+                    f"{many.algorithm_gbps:11.1f}"
                 )
             if ranks.rank == 0:
                 shape = f"{config.num_sms}:{config.capacity}:{config.chunk}"
-                print(f"{shape:<12}" + "    ".join(parts), flush=True)
+                print(f"{shape:<12}" + "".join(parts), flush=True)
 
 
 if __name__ == "__main__":
