@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -103,12 +103,13 @@ def main() -> None:
         topk_idx = from_host(routing(ranks.rank, sizes)[0], on_gpu)
         layout = buffer.get_dispatch_layout(topk_idx, sizes.num_experts)
         per_rank, _, per_expert, in_rank, _ = layout
-        sent: Any = tuple(
-            from_host(part, on_gpu) for part in payload(ranks.rank, sizes, "fp8")
-        )
+        x, scales = payload(ranks.rank, sizes, "fp8")
+        assert scales is not None
+        sent = from_host(x, on_gpu), from_host(scales, on_gpu)
         handle = buffer.dispatch(
             sent, None, per_rank, None, in_rank, per_expert, config=config
         )[4]
+        assert handle is not None
         rows = from_host(payload(ranks.rank, sizes, "bf16")[0], on_gpu)
         rows = buffer.dispatch(rows, handle=handle, config=config)[0]
         finish = buffer._endpoint.asynchronous

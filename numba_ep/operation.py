@@ -21,6 +21,7 @@ from numba_ep.config import Config, Kind, Refusal
 from numba_ep.endpoint import WORD, Endpoint
 from numba_ep.errors import RefusedError
 from numba_ep.handle import EventOverlap
+from numba_ep.kernels.combine import MOST_BIASES
 from numba_ep.kernels.notify import notify_kernel
 from numba_ep.kernels.records import (
     LINE_WORDS,
@@ -170,7 +171,9 @@ class Operation:
         config, slot, ranks = self.config, self.payload.slot_bytes, self.num_ranks
         chunks = config.capacity // config.chunk
         # The larger of what a sending and a reducing block keep, see their modules.
-        words = ranks * max(chunks + 2 * (warps + 1), 3 * warps + 2)
+        sending = ranks * (chunks + 2 * (warps + 1))
+        reducing = ranks * (3 * warps + 2) + MOST_BIASES * warps
+        words = max(sending, reducing)
         words = -(-words // LINE_WORDS) * LINE_WORDS
         receive, receive_at, send, send_at = self.endpoint.rings()
         own_bytes = config.ring_bytes(1, slot)

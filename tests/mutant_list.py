@@ -280,20 +280,27 @@ COMBINE = [
     Mutant(
         "the second bias is skipped",
         KERNELS + "combine.py",
-        "if arrivals.bias_1 != 0:",
-        "if arrivals.bias_1 < 0:",
+        "    if arrivals.bias_1 != 0:\n        store",
+        "    if arrivals.bias_1 < 0:\n        store",
     ),
     Mutant(
         "rows are added by descending rank",
         KERNELS + "combine.py",
-        "        for i in range(count):\n            slot = load",
-        "        for i in range(count - 1, -1, -1):\n            slot = load",
+        "        for i in range(count):\n            term = load",
+        "        for i in range(count - 1, -1, -1):\n            term = load",
+    ),
+    Mutant(
+        "a bias of -0 becomes +0",
+        KERNELS + "combine.py",
+        "return np.float32(-0.0) if arrivals.bias_0 != 0 else np.float32(0.0)",
+        "return np.float32(0.0) if arrivals.bias_0 != 0 else np.float32(0.0)",
     ),
     Mutant(
         "the biases are added last",
         KERNELS + "combine.py",
-        "        total = load_bf16x8(arrivals.bias_0 + first, group)\n",
-        "        total = zeros_f32x8()\n",
+        "        for i in range(count):\n            term = load_i64(terms, i)\n",
+        "        for i in range(count):\n"
+        "            term = load_i64(terms, (i + num_biases(arrivals)) % count)\n",
     ),
     Mutant(
         "a receiver does not look ahead for what it needs next",

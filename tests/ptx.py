@@ -102,8 +102,7 @@ def every_name_kernel() -> Any:
         size = d.warp_max(d.load_bf16_magnitude(rows, lane))
         number = d.load_bf16(rows, lane) + d.magnitude_to_f32(size)
         d.store_e4m3(out, lane, number)
-        sums = d.add_bf16x8(d.zeros_f32x8(), rows, lane)
-        d.store_bf16x8(out, lane + 64, d.load_bf16x8(rows, lane))
+        sums = d.add_bf16x8(d.splat_f32x8(number), rows, lane)
         d.store_bf16x8(
             out, lane, d.add_bf16x8(sums, rows, lane + np.int64(d.WARP_SIZE))
         )

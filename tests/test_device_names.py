@@ -48,7 +48,6 @@ from numba_ep.device import (
     ld_relaxed,
     load_bf16,
     load_bf16_magnitude,
-    load_bf16x8,
     load_f32,
     load_i32,
     load_i64,
@@ -57,6 +56,7 @@ from numba_ep.device import (
     num_blocks,
     num_warps,
     relax,
+    splat_f32x8,
     st_release,
     st_release_block,
     st_release_host,
@@ -73,7 +73,6 @@ from numba_ep.device import (
     warp_max,
     warp_sum,
     warp_sync,
-    zeros_f32x8,
 )
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -117,7 +116,7 @@ def test_the_targets_have_every_name_and_this_file_uses_it() -> None:
         "load_i64", "store_i64", "load_i32", "store_i32",
         "load_u8", "store_u8", "load_f32", "store_f32",
     }  # fmt: skip
-    assert len(names) == 42
+    assert len(names) == 41
     assert not [name for name in names if not hasattr(device, name)]
     source = Path(__file__).read_text()
     source = source[source.index("def runtime") :]
@@ -615,41 +614,26 @@ def test_store_e4m3(runtime: Any) -> None:
 
 
 @cuda.jit
-def sum_kernel(parts: int, terms: int, groups: int, to: int) -> None:
-    """parts: bfloat16 [terms, 8 * groups]."""
+def sum_kernel(first: np.float32, parts: int, terms: int, groups: int, to: int) -> None:
+    """first + parts[0] + parts[1] + ...; parts: bfloat16 [terms, 8 * groups]."""
     for group in range(groups):
-        total = zeros_f32x8()
+        total = splat_f32x8(first)
         for term in range(terms):
             total = add_bf16x8(total, parts, term * groups + group)
         store_bf16x8(to, group, total)
 
 
-@cuda.jit
-def reload_kernel(rows: int, groups: int, to: int) -> None:
-    """rows: bfloat16 [8 * groups], loaded and stored without a sum."""
-    for group in range(groups):
-        store_bf16x8(to, group, load_bf16x8(rows, group))
-
-
-def test_a_loaded_group_keeps_every_finite_code_and_the_sign_of_zero(
-    runtime: Any,
-) -> None:
-    codes = np.arange(1 << 16).astype(np.uint16)
-    finite = codes[codes & 0x7F80 != 0x7F80]
-    assert 0x8000 in finite
-    got = np.zeros_like(finite)
-    run(runtime, reload_kernel, (1, 1), at(finite), len(finite) // 8, at(got))
-    assert (got == finite).all()
-
-
-def bf16_sums(runtime: Any, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def bf16_sums(
+    runtime: Any, parts: np.ndarray, first: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """(what the kernel makes of bfloat16 codes [terms, n], what NumPy makes), codes."""
     parts = np.ascontiguousarray(parts)
     got = np.full(parts.shape[1] + 8, 0xAAAA, np.uint16)
     groups = parts.shape[1] // 8
-    run(runtime, sum_kernel, (1, 1), at(parts), len(parts), groups, at(got))
+    start = np.float32(first)
+    run(runtime, sum_kernel, (1, 1), start, at(parts), len(parts), groups, at(got))
     assert (got[-8:] == 0xAAAA).all()
-    total = np.zeros(parts.shape[1], np.float32)
+    total = np.full(parts.shape[1], first, np.float32)
     with np.errstate(all="ignore"):
         for term in parts:
             total = total + term.view(BF16).astype(np.float32)
@@ -672,6 +656,14 @@ def test_all_bf16_codes_survive_a_sum(runtime: Any) -> None:
     finite = (codes & 0x7FFF) <= 0x7F80
     unchanged = got == np.where(codes == 0x8000, 0, codes)  # +0 + -0 = +0
     assert unchanged[finite].all()
+
+
+def test_a_sum_that_begins_with_minus_0_keeps_the_sign_of_zero(runtime: Any) -> None:
+    codes = np.arange(1 << 16).astype(np.uint16)
+    got, expected = bf16_sums(runtime, codes[None], -0.0)
+    assert_same_bf16(got, expected)
+    finite = (codes & 0x7FFF) <= 0x7F80
+    assert (got == codes)[finite].all()
 
 
 @pytest.mark.parametrize("nudge", [-1, 0, 1])

@@ -28,7 +28,7 @@ Words are int64 at `base + 8 * i`. Plain memory, `i` counting elements:
 Numbers:
     load_bf16(base, i) -> float32; load_bf16_magnitude(base, i) -> int32, |x| as bits
     magnitude_to_f32(int32) -> float32; store_e4m3(base, i, float32), clipped to 448
-    zeros_f32x8() load_bf16x8(base, group) add_bf16x8(sum, base, group)
+    splat_f32x8(float32) add_bf16x8(sum, base, group)
     store_bf16x8(base, group, sum): eight bfloat16 of a 16-byte group as float32
 Time:
     clock_ns() relax(spins) SPINS_PER_CHECK: turns of a waiting loop between two looks

@@ -16,9 +16,8 @@ import numba_ep
 import transport
 from numba_ep.device.cpu_rows import (
     add_bf16x8,
-    load_bf16x8,
+    splat_f32x8,
     store_bf16x8,
-    zeros_f32x8,
 )
 from numba_ep.device.memory_ir import (
     add_i32,

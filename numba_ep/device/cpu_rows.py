@@ -38,13 +38,16 @@ def _splat(value: int) -> Any:
 
 
 @intrinsic
-def zeros_f32x8(typingctx):
-    """Eight sums of +0."""
+def splat_f32x8(typingctx, value):
+    """Eight sums that are `value`."""
 
     def codegen(context, builder, signature, args):
-        return ir.Constant(_F32X8, [0.0] * 8)
+        lane = ir.Constant(ir.IntType(32), 0)
+        one = builder.insert_element(ir.Constant(_F32X8, ir.Undefined), args[0], lane)
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
+        return builder.shuffle_vector(one, one, zeros)
 
-    return float32x8(), codegen
+    return float32x8(types.float32), codegen
 
 
 def _group_pointer(builder: Any, base: Any, group: Any) -> Any:
@@ -56,16 +59,6 @@ def _terms(builder: Any, base: Any, group: Any) -> Any:
     halves = builder.load(_group_pointer(builder, base, group), align=2)
     bits = builder.shl(builder.zext(halves, _I32X8), _splat(16))
     return builder.bitcast(bits, _F32X8)
-
-
-@intrinsic
-def load_bf16x8(typingctx, base, group):
-    """The eight bfloat16 of 16-byte group `group` at `base`."""
-
-    def codegen(context, builder, signature, args):
-        return _terms(builder, args[0], args[1])
-
-    return float32x8(types.int64, types.int64), codegen
 
 
 @intrinsic

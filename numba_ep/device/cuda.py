@@ -47,10 +47,9 @@ from numba_ep.device.cuda_lanes import (
 from numba_ep.device.cuda_rows import (
     add_bf16x8,
     copy_row,
-    load_bf16x8,
+    splat_f32x8,
     store_bf16x8,
     store_e4m3,
-    zeros_f32x8,
 )
 from numba_ep.device.cuda_runtime import Runtime, load
 from numba_ep.device.memory_ir import (

@@ -111,13 +111,16 @@ def _group_pointer(builder: Any, base: Any, group: Any) -> Any:
 
 
 @intrinsic
-def zeros_f32x8(typingctx):
-    """Eight sums of +0."""
+def splat_f32x8(typingctx, value):
+    """Eight sums that are `value`."""
 
     def codegen(context, builder, signature, args):
-        return ir.Constant(ir.ArrayType(F32, 8), [0.0] * 8)
+        sums = ir.Constant(ir.ArrayType(F32, 8), ir.Undefined)
+        for i in range(8):
+            sums = builder.insert_value(sums, args[0], i)
+        return sums
 
-    return _SUMS(), codegen
+    return _SUMS(types.float32), codegen
 
 
 def _terms(builder: Any, base: Any, group: Any) -> list[Any]:
@@ -135,19 +138,6 @@ def _terms(builder: Any, base: Any, group: Any) -> list[Any]:
 
 
 @intrinsic
-def load_bf16x8(typingctx, base, group):
-    """The eight bfloat16 of 16-byte group `group` at `base`."""
-
-    def codegen(context, builder, signature, args):
-        sums = ir.Constant(ir.ArrayType(F32, 8), ir.Undefined)
-        for i, term in enumerate(_terms(builder, args[0], args[1])):
-            sums = builder.insert_value(sums, term, i)
-        return sums
-
-    return _SUMS(types.int64, types.int64), codegen
-
-
-@intrinsic
 def add_bf16x8(typingctx, total, base, group):
     """`total` plus the eight bfloat16 of 16-byte group `group` at `base`."""
 
@@ -161,28 +151,18 @@ def add_bf16x8(typingctx, total, base, group):
     return _SUMS(_SUMS, types.int64, types.int64), codegen
 
 
-def _bf16_pair(builder: Any, low: Any, high: Any) -> Any:
-    """Two float32 as two bfloat16 in one word, nearest even; NaN as on the CPU."""
-    pair = ptx(builder, "cvt.rn.bf16x2.f32 $0, $1, $2;", I32, high, low)
-    # The instruction gives 0x7fff for every NaN, the CPU 0x7fc0 and the sign.
-    for value, shift, kept in ((low, 16, 0xFFFF0000), (high, 0, 0x0000FFFF)):
-        bits = builder.and_(builder.bitcast(value, I32), ir.Constant(I32, 0x80000000))
-        nan = builder.or_(bits, ir.Constant(I32, 0x7FC00000))
-        nan = builder.lshr(nan, ir.Constant(I32, shift))
-        nan = builder.or_(nan, builder.and_(pair, ir.Constant(I32, kept)))
-        pair = builder.select(builder.fcmp_unordered("uno", value, value), nan, pair)
-    return pair
-
-
 @intrinsic
 def store_bf16x8(typingctx, base, group, total):
-    """Round each sum to nearest even and store the eight as one 16-byte group."""
+    """Round each sum to nearest even and store the eight as one 16-byte group.
+
+    A NaN becomes 0x7fff, as the instruction makes it.
+    """
 
     def codegen(context, builder, signature, args):
         words = ir.Constant(_I32X4, ir.Undefined)
         for i in range(4):
             low, high = (builder.extract_value(args[2], 2 * i + j) for j in (0, 1))
-            pair = _bf16_pair(builder, low, high)
+            pair = ptx(builder, "cvt.rn.bf16x2.f32 $0, $1, $2;", I32, high, low)
             words = builder.insert_element(words, pair, ir.Constant(I32, i))
         builder.store(words, _group_pointer(builder, args[0], args[1]), align=16)
         return context.get_dummy_value()

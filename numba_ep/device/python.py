@@ -235,14 +235,9 @@ def store_e4m3(base: int, index: int, value: np.float32) -> None:
     _array(base, index, 1, E4M3)[0] = clipped.astype(E4M3)
 
 
-def zeros_f32x8() -> np.ndarray:
-    """Eight sums of +0."""
-    return np.zeros(8, np.float32)
-
-
-def load_bf16x8(base: int, group: int) -> np.ndarray:
-    """The eight bfloat16 of 16-byte group `group` at `base`."""
-    return _array(base, group, 8, BF16).astype(np.float32)
+def splat_f32x8(value: np.float32) -> np.ndarray:
+    """Eight sums that are `value`."""
+    return np.full(8, value, np.float32)
 
 
 def add_bf16x8(total: np.ndarray, base: int, group: int) -> np.ndarray:

@@ -19,17 +19,16 @@ from numba_ep.device import (
     clock_ns,
     cuda,
     lane_id,
-    load_bf16x8,
     load_f32,
     load_i32,
     load_i64,
     num_warps,
+    splat_f32x8,
     store_bf16x8,
     store_f32,
     store_i64,
     warp_id,
     warp_sync,
-    zeros_f32x8,
 )
 from numba_ep.kernels.channel import (
     cursor,
@@ -67,6 +66,7 @@ from numba_ep.kernels.waiting import (
 )
 
 GROUP_BYTES = 16  # eight bfloat16 at a time
+MOST_BIASES = 2
 
 
 @cuda.jit(device=True)
@@ -102,19 +102,35 @@ def wait_for_row(comm, ring, arrivals, channel, src_rank, position):
 
 
 @cuda.jit(device=True)
-def slots_word(comm):
-    """Scratch index of this warp's list of the slots that it adds up."""
-    return (2 * num_warps() + 2 + warp_id()) * comm.num_ranks
+def terms_of_warp(comm, ring):
+    """Address of this warp's list of what it adds up: biases, then slots."""
+    before = (2 * num_warps() + 2) * comm.num_ranks
+    words = before + warp_id() * (MOST_BIASES + comm.num_ranks)
+    return block_scratch(ring) + words * 8
 
 
 @cuda.jit(device=True)
-def wait_for_token(comm, ring, arrivals, channel, token):
+def num_biases(arrivals):
+    """0, 1 or 2."""
+    if arrivals.bias_1 != 0:
+        return 2
+    return 1 if arrivals.bias_0 != 0 else 0
+
+
+@cuda.jit(device=True)
+def wait_for_token(comm, ring, arrivals, rows, channel, token):
     """Wait for the token's row from every rank that got it.
 
-    Lists the rows' slots by ascending rank; returns how many, or -1 on an abort.
+    Lists what is to be added: its row of each bias, then its slots by ascending rank.
+    Returns how many, or -1 on an abort.
     """
-    scratch = block_scratch(ring)
-    count = 0
+    terms = terms_of_warp(comm, ring)
+    # The same values from every lane.
+    if arrivals.bias_0 != 0:
+        store_i64(terms, 0, arrivals.bias_0 + token * rows.row_bytes)
+    if arrivals.bias_1 != 0:
+        store_i64(terms, 1, arrivals.bias_1 + token * rows.row_bytes)
+    count = num_biases(arrivals)
     for src_rank in range(comm.num_ranks):
         at = token * comm.num_ranks + src_rank
         position = load_i32(arrivals.positions, at)
@@ -122,23 +138,16 @@ def wait_for_token(comm, ring, arrivals, channel, token):
             if not wait_for_row(comm, ring, arrivals, channel, src_rank, position):
                 return -1
             slot = receive_slot(comm, ring, src_rank, channel, position)
-            # The same value from every lane.
-            store_i64(scratch, slots_word(comm) + count, slot)
+            store_i64(terms, count, slot)
             count += 1
     warp_sync()
     return count
 
 
 @cuda.jit(device=True)
-def biases(arrivals, first, group):
-    """What a sum begins with: bias_0 + bias_1, or +0 where there is none."""
-    total = zeros_f32x8()
-    if arrivals.bias_0 != 0:
-        # Not 0 + bias_0, which would turn -0 into +0.
-        total = load_bf16x8(arrivals.bias_0 + first, group)
-    if arrivals.bias_1 != 0:
-        total = add_bf16x8(total, arrivals.bias_1 + first, group)
-    return total
+def before_all(arrivals):
+    """What every sum begins with: +0, and -0 with a bias, whose -0 shall stay."""
+    return np.float32(-0.0) if arrivals.bias_0 != 0 else np.float32(0.0)
 
 
 # Groups of a lane that are on their way at once: one load after the other would wait
@@ -146,24 +155,20 @@ def biases(arrivals, first, group):
 
 
 @cuda.jit(device=True)
-def biases_x4(arrivals, first, group):
-    """`biases` of four groups of a lane."""
-    return (
-        biases(arrivals, first, group),
-        biases(arrivals, first, group + WARP_SIZE),
-        biases(arrivals, first, group + 2 * WARP_SIZE),
-        biases(arrivals, first, group + 3 * WARP_SIZE),
-    )
+def splat_x4(value):
+    """Four groups of a lane, all of `value`."""
+    one = splat_f32x8(value)
+    return one, one, one, one
 
 
 @cuda.jit(device=True)
-def add_x4(totals, slot, group):
+def add_x4(totals, row, group):
     """`totals` plus four groups of a lane."""
     return (
-        add_bf16x8(totals[0], slot, group),
-        add_bf16x8(totals[1], slot, group + WARP_SIZE),
-        add_bf16x8(totals[2], slot, group + 2 * WARP_SIZE),
-        add_bf16x8(totals[3], slot, group + 3 * WARP_SIZE),
+        add_bf16x8(totals[0], row, group),
+        add_bf16x8(totals[1], row, group + WARP_SIZE),
+        add_bf16x8(totals[2], row, group + 2 * WARP_SIZE),
+        add_bf16x8(totals[3], row, group + 3 * WARP_SIZE),
     )
 
 
@@ -177,48 +182,48 @@ def store_x4(row, group, totals):
 
 
 @cuda.jit(device=True)
-def reduce_token(comm, ring, arrivals, token, count, rows):
+def reduce_token(comm, ring, arrivals, rows, token, count):
     """bias_0 + bias_1 + the rows by ascending rank, in float32, rounded once."""
-    slots = block_scratch(ring) + slots_word(comm) * 8
-    first = token * rows.row_bytes
-    row = rows.x + first
+    terms = terms_of_warp(comm, ring)
+    start = before_all(arrivals)
+    row = rows.x + token * rows.row_bytes
     groups = rows.row_bytes // GROUP_BYTES
     group = lane_id()
     while group + 7 * WARP_SIZE < groups:
         other = group + 4 * WARP_SIZE
-        totals = biases_x4(arrivals, first, group)
-        others = biases_x4(arrivals, first, other)
+        totals = splat_x4(start)
+        others = splat_x4(start)
         for i in range(count):
-            slot = load_i64(slots, i)
-            totals = add_x4(totals, slot, group)
-            others = add_x4(others, slot, other)
+            term = load_i64(terms, i)
+            totals = add_x4(totals, term, group)
+            others = add_x4(others, term, other)
         store_x4(row, group, totals)
         store_x4(row, other, others)
         group += 8 * WARP_SIZE
     while group + 3 * WARP_SIZE < groups:
-        totals = biases_x4(arrivals, first, group)
+        totals = splat_x4(start)
         for i in range(count):
-            totals = add_x4(totals, load_i64(slots, i), group)
+            totals = add_x4(totals, load_i64(terms, i), group)
         store_x4(row, group, totals)
         group += 4 * WARP_SIZE
     while group < groups:
-        total = biases(arrivals, first, group)
+        total = splat_f32x8(start)
         for i in range(count):
-            total = add_bf16x8(total, load_i64(slots, i), group)
+            total = add_bf16x8(total, load_i64(terms, i), group)
         store_bf16x8(row, group, total)
         group += WARP_SIZE
 
 
 @cuda.jit(device=True)
-def reduce_weights(comm, ring, token, count, rows):
+def reduce_weights(comm, ring, arrivals, rows, token, count):
     """Sum of the token's weights over ranks, ascending, for each top-k position."""
     if rows.topk_weights == 0:
         return
-    slots = block_scratch(ring) + slots_word(comm) * 8
+    terms = terms_of_warp(comm, ring)
     for k in range(lane_id(), rows.num_topk, WARP_SIZE):
         total = np.float32(0)
-        for i in range(count):
-            total += load_f32(load_i64(slots, i) + rows.row_bytes, k)
+        for i in range(num_biases(arrivals), count):
+            total += load_f32(load_i64(terms, i) + rows.row_bytes, k)
         store_f32(rows.topk_weights, token * rows.num_topk + k, total)
 
 
@@ -269,11 +274,11 @@ def reduce_rows(comm, ring, arrivals, rows, channel):
     since = now(comm)
     reduced = 0
     while token < stop:
-        count = wait_for_token(comm, ring, arrivals, channel, token)
+        count = wait_for_token(comm, ring, arrivals, rows, channel, token)
         if count < 0:
             return False
-        reduce_token(comm, ring, arrivals, token, count, rows)
-        reduce_weights(comm, ring, token, count, rows)
+        reduce_token(comm, ring, arrivals, rows, token, count)
+        reduce_weights(comm, ring, arrivals, rows, token, count)
         warp_sync()
         advance_needed(comm, ring, arrivals, channel, token, stop)
         if num_warps() == 1:

@@ -42,7 +42,7 @@ from numba_ep.kernels.waiting import (
 # A receiving block's scratch: for every warp and source the next position it needs,
 # then for every warp and source the tail seen, then for every source the credit
 # returned and the tail that the coordinator has seen. A reducing block has, behind
-# these, a list of slots for every warp.
+# these, a list of addresses for every warp.
 
 
 @cuda.jit(device=True)
