@@ -286,21 +286,28 @@ COMBINE = [
     Mutant(
         "rows are added by descending rank",
         KERNELS + "combine.py",
-        "        for i in range(count):\n            term = load",
-        "        for i in range(count - 1, -1, -1):\n            term = load",
+        "            for i in range(1, count):\n",
+        "            for i in range(count - 1, 0, -1):\n",
     ),
     Mutant(
         "a bias of -0 becomes +0",
         KERNELS + "combine.py",
         "return np.float32(-0.0) if arrivals.bias_0 != 0 else np.float32(0.0)",
         "return np.float32(0.0) if arrivals.bias_0 != 0 else np.float32(0.0)",
+        ("tests/test_cases_a.py -k c16",),
     ),
     Mutant(
         "the biases are added last",
         KERNELS + "combine.py",
-        "        for i in range(count):\n            term = load_i64(terms, i)\n",
-        "        for i in range(count):\n"
-        "            term = load_i64(terms, (i + num_biases(arrivals)) % count)\n",
+        "            term = load_i64(terms, 0)\n"
+        "            totals = add_x7(splat_x7(start), term, group)\n"
+        "            others = add_x7(splat_x7(start), term, group + SEVEN)\n"
+        "            for i in range(1, count):\n"
+        "                term = load_i64(terms, i)\n",
+        "            totals = splat_x7(start)\n"
+        "            others = splat_x7(start)\n"
+        "            for i in range(count):\n"
+        "                term = load_i64(terms, (i + num_biases(arrivals)) % count)\n",
     ),
     Mutant(
         "a receiver does not look ahead for what it needs next",
@@ -312,8 +319,8 @@ COMBINE = [
     Mutant(
         "weights are those of the last rank",
         KERNELS + "combine.py",
-        "            total += load_f32(load_i64(slots, i) + rows.row_bytes, k)\n",
-        "            total = load_f32(load_i64(slots, i) + rows.row_bytes, k)\n",
+        "            total += load_f32(load_i64(terms, i) + rows.row_bytes, k)\n",
+        "            total = load_f32(load_i64(terms, i) + rows.row_bytes, k)\n",
     ),
 ]
 

@@ -97,7 +97,7 @@ def test_one_hot_expert(hot: int) -> None:
 
 def test_rows_that_are_no_power_of_two() -> None:
     """Rows of 16 bytes up, no row a multiple of another's."""
-    for hidden in (8, 24, 1000):
+    for hidden in (8, 24, 1000, 2000, 4000):
         check(Scenario((6, 7), hidden=hidden, num_topk=1, num_experts=2), rounds=1)
 
 
