@@ -151,8 +151,8 @@ def before_all(arrivals):
 
 
 # Groups of a lane that are on their way at once: one load after the other would wait
-# for each of them, 0.6 us within a GPU and 2 us over PCIe. Twice seven are half a row of
-# DeepEP's 7168.
+# for each of them, 0.6 us within a GPU and 2 us over PCIe. Twice seven are half of
+# a row of 7168.
 SEVEN = 7 * WARP_SIZE
 
 
