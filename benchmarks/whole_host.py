@@ -51,7 +51,8 @@ def steps() -> list[Step]:
 
     return [
         Step("exact", "against the oracle, DeepEP's sizes", (
-            "-m", "numba_ep.test", "--device", "cuda", "--skip-tuning")),
+            "-m", "numba_ep.test", "--device", "cuda", "--skip-tuning",
+            "--progress", "never")),
         Step("engines", "copy engines alone", (script("copy_engines"),)),
         Step("sweep", "SMs : slots a ring : chunk", (script("gpu_sweep"), *SWEEP)),
         Step("nccl", "beside torch and NCCL", (script("nccl_peer"),)),
@@ -66,13 +67,13 @@ def run(step: Step, num_ranks: int) -> bool:
     # Two ranks of Open MPI would share a core with their proxies.
     environment = {**os.environ, "OMPI_MCA_hwloc_base_binding_policy": "none"}
     command = ["mpirun", "-np", str(num_ranks), sys.executable, *step.command]
-    try:
-        status = subprocess.run(
-            command, env=environment, cwd=HERE.parent, timeout=limit_s, check=False
-        ).returncode
-        outcome = "" if status == 0 else f", exit status {status}"
-    except subprocess.TimeoutExpired:
-        outcome = f", ended after {limit_s:.0f} s"
+    with subprocess.Popen(command, env=environment, cwd=HERE.parent) as job:
+        try:
+            status = job.wait(limit_s)
+            outcome = f", exit status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            job.terminate()  # mpirun then ends the ranks
+            outcome = f", ended after {limit_s:.0f} s"
     took_s = time.monotonic() - began
     print(f"-- {step.name}: {took_s:.0f} s{outcome or ', done'}", flush=True)
     return not outcome

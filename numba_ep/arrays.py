@@ -135,20 +135,14 @@ def _dtype(module: str, name: str) -> Any:
     return np.dtype(name)
 
 
-def empty(
-    like: Any, shape: tuple[int, ...], dtype: str, fill: int | None = None
-) -> Any:
-    """A new array of `like`'s library and place, filled with `fill` if given."""
+def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """A new array of `like`'s library and place."""
     module = module_of(like)
     kind = _dtype(module, dtype)
     if module == "torch":
-        torch = sys.modules["torch"]
-        made = torch.empty(shape, dtype=kind, device=like.device)
-        return made if fill is None else made.fill_(fill)
+        return sys.modules["torch"].empty(shape, dtype=kind, device=like.device)
     library = np if module == "numpy" else sys.modules["cupy"]
-    if fill is None:
-        return library.empty(shape, kind)
-    return library.full(shape, fill, kind)
+    return library.empty(shape, kind)
 
 
 def from_host(array: np.ndarray, on_gpu: bool) -> Any:

@@ -6,7 +6,14 @@ import operator
 from typing import Any
 
 from numba_ep import checks
-from numba_ep.arrays import BFLOAT16, FLOAT8, ArgumentError, address, empty
+from numba_ep.arrays import (
+    BFLOAT16,
+    FLOAT8,
+    ArgumentError,
+    address,
+    current_stream,
+    empty,
+)
 from numba_ep.checks import Payload
 from numba_ep.config import Config, Kind
 from numba_ep.endpoint import Endpoint
@@ -183,18 +190,24 @@ class Dispatch(Operation):
 
     def _outputs(self, rows: int) -> Payload:
         payload, x = self.payload, self.payload.x
-        # Rows beyond the received ones name no expert.
-        no_expert = -1 if self.num_worst_tokens else None
-        no_weight = 0 if self.num_worst_tokens else None
         scales = topk_idx = topk_weights = None
         if payload.scales is not None:
             scales = empty(x, (rows, payload.num_scales), "float32")
+        # Rows beyond the received ones name no expert, -1, and have weight 0.
         if payload.topk_idx is not None:
-            shape = (rows, payload.num_topk)
-            topk_idx = empty(x, shape, "int64", no_expert)
+            topk_idx = self._topk_array(rows, "int64", 0xFF)
         if payload.topk_weights is not None:
-            shape = (rows, payload.num_topk)
-            topk_weights = empty(x, shape, "float32", no_weight)
+            topk_weights = self._topk_array(rows, "float32", 0)
         dtype = BFLOAT16 if payload.scales is None else FLOAT8
         recv_x = empty(x, (rows, payload.hidden), dtype)
         return Payload(recv_x, scales, topk_idx, topk_weights, dtype)
+
+    def _topk_array(self, rows: int, dtype: str, byte: int) -> Any:
+        x = self.payload.x
+        array = empty(x, (rows, self.payload.num_topk), dtype)
+        if self.num_worst_tokens:
+            # The library's own fill may load a kernel. CUDA would wait with that until
+            # no kernel runs, and one of another rank here may be waiting for this rank.
+            stream = current_stream(x) if self.on_gpu else 0
+            self.endpoint.runtime.fill(address(array), array.nbytes, byte, stream)
+        return array

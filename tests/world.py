@@ -196,14 +196,16 @@ def _fill(endpoint: Any, address: int, num_bytes: int, on_gpu: bool) -> None:
 
 
 def _poisoned(empty: Callable[..., Any]) -> Callable[..., Any]:
-    def make(like: Any, shape: Any, dtype: str, fill: int | None = None) -> Any:
-        made = empty(like, shape, dtype, fill)
-        if fill is None and 0 < made.nbytes < 1 << 30:
+    def make(like: Any, shape: Any, dtype: str) -> Any:
+        made = empty(like, shape, dtype)
+        # Of expert numbers, 0xFF would be -1: no expert.
+        poison = 0x7F if dtype == "int64" else POISON
+        if 0 < made.nbytes < 1 << 30:
             if isinstance(made, np.ndarray):
-                ctypes.memset(made.ctypes.data, POISON, made.nbytes)
+                ctypes.memset(made.ctypes.data, poison, made.nbytes)
             else:
                 # No kernel: the driver might load it only when other ranks' have ended.
-                made.data.memset_async(POISON, made.nbytes)
+                made.data.memset_async(poison, made.nbytes)
         return made
 
     return make
@@ -221,11 +223,6 @@ def _compile() -> Any:
 
     for kernel, args in all_kernels():
         device.compile_kernel(kernel, args)
-    if DEVICE == "cuda":
-        # And the kernel by which CuPy fills rows without a token.
-        like = arrays.from_host(np.zeros(1, np.uint8), True)
-        for dtype, fill in (("int64", -1), ("float32", 0)):
-            arrays.empty(like, (1,), dtype, fill)
     return device
 
 

@@ -225,6 +225,11 @@ class Runtime:
         """
         return self.wait(self.mark(), timeout_s)
 
+    def fill(self, address: int, num_bytes: int, byte: int, stream: int) -> None:
+        """Set user memory to a byte, in the order of the caller's stream."""
+        self._enter()
+        call(driver.cuMemsetD8Async, address, byte, num_bytes, stream)
+
     def copy_to_host(self, memory: Memory) -> np.ndarray:
         """A copy of `memory` after everything launched so far, [num_bytes] uint8."""
         self.synchronize()

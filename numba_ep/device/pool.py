@@ -7,6 +7,7 @@ one may run on the thread that launches it: nobody has to be woken.
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 from collections.abc import Callable
@@ -163,6 +164,10 @@ class Runtime:
         return Memory(host.ctypes.data, num_bytes, host, raw)
 
     allocate_host = allocate  # a GPU's memory is another; here it is all one
+
+    def fill(self, address: int, num_bytes: int, byte: int, stream: int) -> None:
+        """Set user memory to a byte, before this returns."""
+        ctypes.memset(address, byte, num_bytes)
 
     def register(self, address: int, num_bytes: int) -> int:
         """Where kernels find the host's memory at `address`."""
