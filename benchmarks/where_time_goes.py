@@ -29,7 +29,7 @@ from numba_ep.meeting import use_local_gpu
 from numba_ep.selfcheck import Sizes, payload, routing
 
 IN_A_ROW, SKIPPED = 8, 2  # operations; of them the first, which begin a row
-TRACED = 4096  # events a warp
+TRACED = 32768  # events a warp, and of the proxy
 
 
 class Share(NamedTuple):
@@ -124,6 +124,8 @@ def main() -> None:
                         )
                 buffer._endpoint.runtime.synchronize()
             if ranks.rank == 0:
+                if any(recorded.lost):
+                    print(f"{name}: events lost, the shares are too small")
                 table(name, recorded.events)
 
 

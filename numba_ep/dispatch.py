@@ -205,7 +205,7 @@ class Dispatch(Operation):
     def _topk_array(self, rows: int, dtype: str, byte: int) -> Any:
         x = self.payload.x
         array = empty(x, (rows, self.payload.num_topk), dtype)
-        if self.num_worst_tokens:
+        if self.num_worst_tokens and array.nbytes:
             # The library's own fill may load a kernel. CUDA would wait with that until
             # no kernel runs, and one of another rank here may be waiting for this rank.
             stream = current_stream(x) if self.on_gpu else 0

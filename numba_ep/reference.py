@@ -129,7 +129,7 @@ def combine(
     received[r]; bias: up to two [num_tokens, H] bfloat16. Float32 sum: bias_0 + bias_1
     (+0 without bias), then rows by ascending rank, rounded once, ties to even. Weights
     are added by ascending rank and do not multiply rows. A NaN result may have any
-    payload. Raises ValueError for arrays of another shape or dtype.
+    sign and payload. Raises ValueError for arrays of another shape or dtype.
     """
     shape = (num_tokens, rows[0].shape[1])
     fits = len(bias) <= 2 and all(array.shape == shape for array in bias)

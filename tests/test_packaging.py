@@ -46,7 +46,7 @@ numba_ep.kernels.records
 numba_ep.bounce numba_ep.errors numba_ep.kernels.events
 numba_ep.kernels.tracing numba_ep.perfetto
 numba_ep.kernels.waiting numba_ep.trace_plot
-numba_ep.kernels.fifo numba_ep.kernels.row_copy
+numba_ep.kernels.fifo numba_ep.kernels.row_copy numba_ep.kernels.sums
 numba_ep.kernels.channel
 numba_ep.kernels.sender numba_ep.kernels.rows
 numba_ep.kernels.receiver numba_ep.kernels.verdict

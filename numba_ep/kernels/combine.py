@@ -57,6 +57,7 @@ from numba_ep.kernels.sender import (
     num_workers,
     sending_block,
 )
+from numba_ep.kernels.sums import GROUP_BYTES, SEVEN, add_x7, splat_x7, store_x7
 from numba_ep.kernels.tracing import now, record
 from numba_ep.kernels.waiting import (
     GO_ON,
@@ -65,7 +66,6 @@ from numba_ep.kernels.waiting import (
     wait_verdict,
 )
 
-GROUP_BYTES = 16  # eight bfloat16 at a time
 MOST_BIASES = 2
 
 
@@ -148,45 +148,6 @@ def wait_for_token(comm, ring, arrivals, rows, channel, token):
 def before_all(arrivals):
     """What every sum begins with: +0, and -0 with a bias, whose -0 shall stay."""
     return np.float32(-0.0) if arrivals.bias_0 != 0 else np.float32(0.0)
-
-
-# Groups of a lane that are on their way at once: one load after the other would wait
-# for each of them, 0.6 us within a GPU and 2 us over PCIe. Twice seven are half of
-# a row of 7168.
-SEVEN = 7 * WARP_SIZE
-
-
-@cuda.jit(device=True)
-def splat_x7(value):
-    """Seven groups of a lane, all of `value`."""
-    one = splat_f32x8(value)
-    return one, one, one, one, one, one, one
-
-
-@cuda.jit(device=True)
-def add_x7(totals, row, group):
-    """`totals` plus seven groups of a lane."""
-    return (
-        add_bf16x8(totals[0], row, group),
-        add_bf16x8(totals[1], row, group + WARP_SIZE),
-        add_bf16x8(totals[2], row, group + 2 * WARP_SIZE),
-        add_bf16x8(totals[3], row, group + 3 * WARP_SIZE),
-        add_bf16x8(totals[4], row, group + 4 * WARP_SIZE),
-        add_bf16x8(totals[5], row, group + 5 * WARP_SIZE),
-        add_bf16x8(totals[6], row, group + 6 * WARP_SIZE),
-    )
-
-
-@cuda.jit(device=True)
-def store_x7(row, group, totals):
-    """Round and store seven groups of a lane."""
-    store_bf16x8(row, group, totals[0])
-    store_bf16x8(row, group + WARP_SIZE, totals[1])
-    store_bf16x8(row, group + 2 * WARP_SIZE, totals[2])
-    store_bf16x8(row, group + 3 * WARP_SIZE, totals[3])
-    store_bf16x8(row, group + 4 * WARP_SIZE, totals[4])
-    store_bf16x8(row, group + 5 * WARP_SIZE, totals[5])
-    store_bf16x8(row, group + 6 * WARP_SIZE, totals[6])
 
 
 @cuda.jit(device=True)
